@@ -1,0 +1,39 @@
+# Two commands matter: `make demo` and `make test`. Each sets up all it needs; a second run does not reinstall.
+PY := .venv/bin/python
+SHELL := bash
+.DEFAULT_GOAL := help
+
+.PHONY: help setup setup-core demo demo-quick test test-quick check bench-plan format
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
+
+setup:
+	@scripts/setup.sh full
+
+setup-core:
+	@scripts/setup.sh core
+
+demo: setup  ## real vLLM prefill and decode engines joined by kvferry, compared with one engine
+	@start=$$SECONDS; $(PY) -m kvferry.cli demo; rc=$$?; echo "make demo took $$((SECONDS - start)) s"; exit $$rc
+
+demo-quick: setup-core  ## the same job in seconds, without vLLM
+	@$(PY) -m kvferry.cli demo --no-vllm
+
+check: setup  ## lint, types, import contracts
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check .
+	@.venv/bin/mypy
+	@.venv/bin/lint-imports --no-logo 2>/dev/null || .venv/bin/lint-imports
+
+format:
+	@.venv/bin/ruff check --fix . ; .venv/bin/ruff format .
+
+test: setup  ## everything: checks, unit, property, conformance and real-vLLM tests
+	@start=$$SECONDS; $(MAKE) --no-print-directory check && $(PY) -m pytest; rc=$$?; \
+	  echo "make test took $$((SECONDS - start)) s"; exit $$rc
+
+test-quick: setup  ## without the real-vLLM tests
+	@$(PY) -m pytest -m "not vllm"
+
+bench-plan: setup  ## planning speed, against vLLM's own connector
+	@$(PY) -m pytest benchmarks/bench_plan.py --benchmark-only --benchmark-columns=min,median,rounds -s

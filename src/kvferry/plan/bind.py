@@ -1,0 +1,240 @@
+"""Bind: rows of the classes x units of the request -> descriptors, with one broadcast add for each class.
+
+1. The units of a class are sorted by source offset, and neighbours that continue each other on both sides are joined
+   (a small sort: as many elements as blocks).
+2. Rows and joined units are added in an order that is sorted by source address wherever rows and units nest: rows are
+   gathered into *bands*, such that all units of a band lie before the next band; a band is written unit by unit.
+3. The columns of all classes are put together. If they are not sorted by source yet, they are sorted; then
+   neighbours that continue each other on both sides are joined. No source byte is read twice, so in sorted order the
+   only row that can continue another is the next one: after this pass no two descriptors can be joined.
+4. Where registered regions touch, what crosses the seam is cut there.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.errors import PlanError, PlanReason
+from kvferry.layout import Binding, Placement
+from kvferry.layout.nest import Int64s
+from kvferry.plan.descriptors import Descriptors
+from kvferry.plan.pair import ClassPlan
+from kvferry.plan.request import TransferRequest
+from kvferry.plan.strands import Rows
+from kvferry.plan.units import (
+    PartialUnit,
+    Places,
+    attention_units,
+    needed_of,
+    partial_units,
+    places_of,
+    state_place,
+)
+
+COPIES_LIMIT = 64_000_000
+"""Descriptors before the last join: 1.5 GB of columns."""
+
+LENGTHS_JOINED_EARLY = 8
+"""Distinct run lengths of one class whose units are joined before the rows are added; more are joined at the end."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """Columns of descriptors on their way; int64 of one length."""
+
+    src: Int64s
+    dst: Int64s
+    nbytes: Int64s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stretch:
+    """Joined units: where each begins on both sides, and of how many units it consists."""
+
+    src: Int64s
+    dst: Int64s
+    units: Int64s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Anchored:
+    """Rows with absolute addresses (for unit offset 0), in order of source address."""
+
+    src: Int64s
+    dst: Int64s
+    nbytes: Int64s
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One worker: its placement and where it is."""
+
+    placement: Placement
+    binding: Binding
+
+    @property
+    def bases(self) -> Int64s:
+        return np.array(self.binding.bases, dtype=np.int64)
+
+    @property
+    def seams(self) -> Int64s:
+        """Addresses where two registered regions touch, ascending."""
+        seams = [
+            base + seam
+            for base, storage in zip(self.binding.bases, self.placement.storages, strict=True)
+            for seam in storage.seams
+        ]
+        return np.sort(np.array(seams, dtype=np.int64))
+
+
+def bind_classes(
+    classes: Sequence[ClassPlan], request: TransferRequest, *, src: Side, dst: Side, max_descriptors: int
+) -> Descriptors:
+    """All descriptors of one pair for one request."""
+    parts: list[Copies] = []
+    for plan in classes:
+        for rows, places in _batches(plan, request):
+            anchored = _anchor(rows, src.bases, dst.bases)
+            parts += _spread(anchored, places)
+    joined = _join(_together(parts))
+    for side, column in ((src, "src"), (dst, "dst")):
+        joined = _cut(joined, side.seams, column)
+    if joined.src.size > max_descriptors:
+        raise PlanError(
+            PlanReason.LIMIT_EXCEEDED,
+            f"{joined.src.size} descriptors, over the limit of {max_descriptors}: raise it, or move fewer tokens",
+        )
+    return Descriptors.proven(joined.src, joined.dst, joined.nbytes)
+
+
+def _batches(plan: ClassPlan, request: TransferRequest) -> Iterable[tuple[Rows, Places]]:
+    """The full units of a class together, then each partial one."""
+    key = plan.key
+    if key.kind == "state":
+        place = state_place(key, request)
+        if place is not None:
+            yield plan.full, place
+        return
+    needed = needed_of(key, request)
+    units = attention_units(key, needed, request.consumer[key.dst.group])
+    if not units.size:
+        return
+    places = places_of(key, units, request)
+    whole = np.ones(units.size, dtype=np.bool_)
+    for partial in partial_units(key, needed, request.start):
+        at = np.flatnonzero(units == partial.unit)
+        rows = _cheapest(plan, partial)
+        if at.size and rows is not plan.full:
+            whole[at] = False
+            yield rows, Places(places.src[at], places.dst[at])
+    if whole.all():
+        yield plan.full, places
+    elif whole.any():
+        yield plan.full, Places(places.src[whole], places.dst[whole])
+
+
+def _cheapest(plan: ClassPlan, partial: PartialUnit) -> Rows:
+    """The needed rows alone, unless carrying all that may be carried takes fewer descriptors."""
+    exact = plan.rows(partial.needed.start, partial.needed.stop)
+    widest = plan.rows(partial.widest.start, partial.widest.stop)
+    return widest if widest.count < exact.count else exact
+
+
+def _anchor(rows: Rows, src_bases: Int64s, dst_bases: Int64s) -> _Anchored:
+    src = rows.src + src_bases[rows.src_storage]
+    dst = rows.dst + dst_bases[rows.dst_storage]
+    order = np.argsort(src, kind="stable")
+    return _Anchored(src[order], dst[order], rows.nbytes[order])
+
+
+def _spread(rows: _Anchored, places: Places) -> list[Copies]:
+    """Every row at every unit, as columns sorted by source where rows and units nest."""
+    order = np.argsort(places.src, kind="stable")
+    units = _Stretch(places.src[order], places.dst[order], np.ones(order.size, dtype=np.int64))
+    lengths = np.unique(rows.nbytes)
+    if lengths.size > LENGTHS_JOINED_EARLY:
+        return [_add(rows, units)]
+    parts = []
+    for length in lengths.tolist():
+        mine = rows.nbytes == length
+        some = rows if lengths.size == 1 else _Anchored(rows.src[mine], rows.dst[mine], rows.nbytes[mine])
+        parts.append(_add(some, _stretch(units, length)))
+    return parts
+
+
+def _stretch(units: _Stretch, length: int) -> _Stretch:
+    """Join units that begin ``length`` bytes after each other on both sides."""
+    follows = (units.src[1:] - units.src[:-1] == length) & (units.dst[1:] - units.dst[:-1] == length)
+    if not follows.any():
+        return units
+    heads = np.flatnonzero(np.concatenate([[True], ~follows]))
+    return _Stretch(units.src[heads], units.dst[heads], np.add.reduceat(units.units, heads))
+
+
+def _add(rows: _Anchored, units: _Stretch) -> Copies:
+    if rows.src.size * units.src.size > COPIES_LIMIT:
+        raise PlanError(
+            PlanReason.LIMIT_EXCEEDED,
+            f"{rows.src.size} runs in each of {units.src.size} units, over {COPIES_LIMIT} in all: move fewer tokens",
+        )
+    longest = int((rows.nbytes.max() * units.units).max())
+    extent = int(units.src[-1] - units.src[0]) + longest
+    apart = np.flatnonzero(np.diff(rows.src) >= extent) + 1
+    sizes = np.diff(np.concatenate([[0], apart, [rows.src.size]]))
+    band = int(sizes[0]) if (sizes == sizes[0]).all() else 1
+    # [bands, units, rows of a band]: sorted by source where a band fits between two units.
+    shape = (-1, 1, band)
+    lengths = rows.nbytes.reshape(shape) * units.units.reshape(1, -1, 1)
+    return Copies(
+        (rows.src.reshape(shape) + units.src.reshape(1, -1, 1)).ravel(),
+        (rows.dst.reshape(shape) + units.dst.reshape(1, -1, 1)).ravel(),
+        lengths.ravel(),
+    )
+
+
+def _together(parts: Sequence[Copies]) -> Copies:
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return Copies(*(np.empty(0, dtype=np.int64) for _ in range(3)))
+    return Copies(
+        np.concatenate([p.src for p in parts]),
+        np.concatenate([p.dst for p in parts]),
+        np.concatenate([p.nbytes for p in parts]),
+    )
+
+
+def _join(copies: Copies) -> Copies:
+    src, dst, nbytes = copies.src, copies.dst, copies.nbytes
+    if not (src[1:] > src[:-1]).all():
+        order = np.argsort(src)
+        src, dst, nbytes = src[order], dst[order], nbytes[order]
+    follows = src[:-1] + nbytes[:-1] == src[1:]
+    if follows.any():
+        follows &= dst[:-1] + nbytes[:-1] == dst[1:]
+    if not follows.any():
+        return Copies(src, dst, nbytes)
+    heads = np.flatnonzero(np.concatenate([[True], ~follows]))
+    return Copies(src[heads], dst[heads], np.add.reduceat(nbytes, heads))
+
+
+def _cut(copies: Copies, seams: Int64s, column: str) -> Copies:
+    """Cut what crosses a seam between two touching regions of the side named by ``column``."""
+    if not seams.size or not copies.src.size:
+        return copies
+    start = copies.src if column == "src" else copies.dst
+    first = np.searchsorted(seams, start, side="right")
+    last = np.searchsorted(seams, start + copies.nbytes, side="left")
+    inside = last - first
+    if not inside.any():
+        return copies
+    owner = np.repeat(np.arange(start.size), inside + 1)
+    piece = np.arange(owner.size) - np.repeat(np.cumsum(inside + 1) - (inside + 1), inside + 1)
+    # Piece 0 begins with the run, piece k at the k-th seam inside it.
+    seam = np.minimum(first[owner] + np.maximum(piece, 1) - 1, seams.size - 1)
+    shift = np.where(piece == 0, 0, seams[seam] - start[owner])
+    ends = np.concatenate([shift[1:], [0]])
+    final = piece == inside[owner]
+    nbytes = np.where(final, copies.nbytes[owner], ends) - shift
+    return Copies(copies.src[owner] + shift, copies.dst[owner] + shift, nbytes)
