@@ -36,4 +36,4 @@ test-quick: setup  ## without the real-vLLM tests
 	@$(PY) -m pytest -m "not vllm"
 
 bench-plan: setup  ## planning speed, against vLLM's own connector
-	@$(PY) -m pytest benchmarks/bench_plan.py --benchmark-only --benchmark-columns=min,median,rounds -s
+	@$(PY) -m pytest benchmarks/bench_plan.py -p no:cacheprovider --benchmark-columns=min,median,rounds -q -s

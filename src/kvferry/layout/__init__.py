@@ -3,7 +3,7 @@
 Glossary:
 
 * **component**: one tensor, or part of one, that is addressed or sharded in its own way: a labelled strided box;
-* **axis**: ``token`` counts rows in a kernel block and is local; every other axis is global, of which a rank holds a part;
+* **axis**: ``token`` counts rows in a kernel block and is local; of every other axis a rank holds a part of a whole;
 * **block**: what a block table entry names; **kernel block**: one of the equal pieces a block is split into by the
   attention kernel; **page**: the bytes of one kernel block; **row**: what stands at one coordinate of the token axis;
 * **group**: layers that share one block table; groups may overlay one storage;

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 import numpy as np
+from msgspec import UNSET
 
 from kvferry.errors import PlanError, PlanReason
 from kvferry.layout.nest import Int64s, Loop, Nest, nest_of
@@ -40,10 +41,6 @@ def check_layout(layout: Layout) -> None:
 
 def check_consistency(layout: Layout) -> None:
     """Everything that two records can contradict each other in, memory apart."""
-    if not layout.groups:
-        raise InvalidLayoutError("groups is empty: a layout has at least one group")
-    if not layout.components:
-        raise InvalidLayoutError("components is empty: a layout has at least one component")
     seen: set[tuple[str, str]] = set()
     for place, component in enumerate(layout.components):
         where = f"components[{place}] ({component.label})"
@@ -69,7 +66,7 @@ def _check_state(component: Component, where: str) -> None:
 
 def _check_attention(component: Component, layout: Layout, where: str) -> None:
     for field in ("kernel_blocks", "kernel_stride", "tokens_per_row"):
-        if getattr(component, field) is None:
+        if getattr(component, field) is UNSET:
             raise InvalidLayoutError(f"{where}: {field} is missing")
     if component.pages > 1 and component.page_stride < 1:
         raise InvalidLayoutError(f"{where}: kernel_stride is 0 with kernel_blocks {component.pages}")

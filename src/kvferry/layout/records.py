@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from kvferry.errors import PlanError, PlanReason
 
@@ -144,9 +144,10 @@ class Component(Record, frozen=True):
     block_stride: Count
     axes: tuple[Axis, ...]
     content: Content
-    kernel_blocks: Count | None = None
-    kernel_stride: Offset | None = None
-    tokens_per_row: Count | None = None
+    kernel_blocks: Count | UnsetType = UNSET
+    kernel_stride: Offset | UnsetType = UNSET
+    tokens_per_row: Count | UnsetType = UNSET
+    """These three may be absent (not null) in a state, which has one kernel block and no rows."""
     optional: bool = False
     """On a consumer: plan without this component when no producer has its (layer, component)."""
 
@@ -169,17 +170,17 @@ class Component(Record, frozen=True):
     @property
     def pages(self) -> int:
         """Kernel blocks in one block; a state has one."""
-        return self.kernel_blocks or 1
+        return 1 if self.kernel_blocks is UNSET else self.kernel_blocks
 
     @property
     def page_stride(self) -> int:
         """Bytes from one kernel block of a block to the next; without meaning where there is one."""
-        return self.kernel_stride or 0
+        return 0 if self.kernel_stride is UNSET else self.kernel_stride
 
     @property
     def row_tokens(self) -> int:
         """Consecutive positions in one row."""
-        return self.tokens_per_row or 1
+        return 1 if self.tokens_per_row is UNSET else self.tokens_per_row
 
     @property
     def token_axis(self) -> Axis | None:

@@ -6,7 +6,8 @@
    gathered into *bands*, such that all units of a band lie before the next band; a band is written unit by unit.
 3. The columns of all classes are put together. If they are not sorted by source yet, they are sorted; then
    neighbours that continue each other on both sides are joined. No source byte is read twice, so in sorted order the
-   only row that can continue another is the next one: after this pass no two descriptors can be joined.
+   only row that can continue another is the next one: after this pass no two descriptors can be joined. Where rows and
+   units alone show that this pass would find nothing (:func:`_is_settled`), it is skipped.
 4. Where registered regions touch, what crosses the seam is cut there.
 """
 
@@ -46,6 +47,8 @@ class Copies:
     src: Int64s
     dst: Int64s
     nbytes: Int64s
+    settled: bool = False
+    """Known to be sorted by source, with no two that can be joined."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,16 +91,20 @@ class Side:
         return np.sort(np.array(seams, dtype=np.int64))
 
 
+def copies_of(classes: Sequence[ClassPlan], request: TransferRequest, src: Side, dst: Side) -> list[Copies]:
+    """Rows times units of every class, before the last join."""
+    parts: list[Copies] = []
+    for plan in classes:
+        for rows, places in _batches(plan, request):
+            parts += _spread(_anchor(rows, src.bases, dst.bases), places)
+    return parts
+
+
 def bind_classes(
     classes: Sequence[ClassPlan], request: TransferRequest, *, src: Side, dst: Side, max_descriptors: int
 ) -> Descriptors:
     """All descriptors of one pair for one request."""
-    parts: list[Copies] = []
-    for plan in classes:
-        for rows, places in _batches(plan, request):
-            anchored = _anchor(rows, src.bases, dst.bases)
-            parts += _spread(anchored, places)
-    joined = _join(_together(parts))
+    joined = join(together(copies_of(classes, request, src, dst)))
     for side, column in ((src, "src"), (dst, "dst")):
         joined = _cut(joined, side.seams, column)
     if joined.src.size > max_descriptors:
@@ -182,7 +189,8 @@ def _add(rows: _Anchored, units: _Stretch) -> Copies:
     extent = int(units.src[-1] - units.src[0]) + longest
     apart = np.flatnonzero(np.diff(rows.src) >= extent) + 1
     sizes = np.diff(np.concatenate([[0], apart, [rows.src.size]]))
-    band = int(sizes[0]) if (sizes == sizes[0]).all() else 1
+    even = bool((sizes == sizes[0]).all())
+    band = int(sizes[0]) if even else 1
     # [bands, units, rows of a band]: sorted by source where a band fits between two units.
     shape = (-1, 1, band)
     lengths = rows.nbytes.reshape(shape) * units.units.reshape(1, -1, 1)
@@ -190,14 +198,39 @@ def _add(rows: _Anchored, units: _Stretch) -> Copies:
         (rows.src.reshape(shape) + units.src.reshape(1, -1, 1)).ravel(),
         (rows.dst.reshape(shape) + units.dst.reshape(1, -1, 1)).ravel(),
         lengths.ravel(),
+        even and _is_settled(rows, units, band),
     )
 
 
-def _together(parts: Sequence[Copies]) -> Copies:
+def _is_settled(rows: _Anchored, units: _Stretch, band: int) -> bool:
+    """Whether rows x units, in bands of ``band`` rows, are sorted by source and cannot be joined.
+
+    Looks at rows and at units, never at their product: with one row a band, the units of a row are sorted and were
+    joined already, so only the step from the last unit of a row to the first of the next is left; with all rows in one
+    band, only the step from the last row of a unit to the first row of the next unit. Anything else is left to the
+    plain pass.
+    """
+    if band == 1:
+        ends = units.src[-1] + rows.nbytes[:-1] * units.units[-1], units.dst[-1] + rows.nbytes[:-1] * units.units[-1]
+        src_gap = rows.src[1:] + units.src[0] - rows.src[:-1] - ends[0]
+        dst_gap = rows.dst[1:] + units.dst[0] - rows.dst[:-1] - ends[1]
+        same_length = bool((rows.nbytes == rows.nbytes[0]).all())
+        return same_length and not ((src_gap == 0) & (dst_gap == 0)).any()
+    if band != rows.src.size or int(units.units.max()) > 1:
+        return False
+    src_gap = units.src[1:] + rows.src[0] - units.src[:-1] - rows.src[-1] - rows.nbytes[-1]
+    dst_gap = units.dst[1:] + rows.dst[0] - units.dst[:-1] - rows.dst[-1] - rows.nbytes[-1]
+    follows = (rows.src[1:] == rows.src[:-1] + rows.nbytes[:-1]) & (rows.dst[1:] == rows.dst[:-1] + rows.nbytes[:-1])
+    return bool((src_gap >= 0).all() and not ((src_gap == 0) & (dst_gap == 0)).any() and not follows.any())
+
+
+def together(parts: Sequence[Copies]) -> Copies:
+    """All columns behind each other."""
     if len(parts) == 1:
         return parts[0]
     if not parts:
-        return Copies(*(np.empty(0, dtype=np.int64) for _ in range(3)))
+        none = np.empty(0, dtype=np.int64)
+        return Copies(none, none.copy(), none.copy())
     return Copies(
         np.concatenate([p.src for p in parts]),
         np.concatenate([p.dst for p in parts]),
@@ -205,7 +238,10 @@ def _together(parts: Sequence[Copies]) -> Copies:
     )
 
 
-def _join(copies: Copies) -> Copies:
+def join(copies: Copies) -> Copies:
+    """Sorted by source; neighbours that continue each other on both sides made one."""
+    if copies.settled:
+        return copies
     src, dst, nbytes = copies.src, copies.dst, copies.nbytes
     if not (src[1:] > src[:-1]).all():
         order = np.argsort(src)

@@ -1,0 +1,115 @@
+"""Layout files: whatever is wrong is named by field; what is right comes back unchanged."""
+
+import json
+from typing import Any
+
+import pytest
+
+from kvferry.errors import PlanError, PlanReason
+from kvferry.layout import encode_layout, parse_layout
+from kvferry.testing.layouts import page, worker
+
+GOOD: dict[str, Any] = json.loads(encode_layout(worker([page("l0", heads=(0, 2, 4), tokens=4, nbytes=8)])))
+
+
+def test_round_trip() -> None:
+    layout = parse_layout(json.dumps(GOOD).encode())
+    assert parse_layout(encode_layout(layout)) == layout
+
+
+def paths(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    found = [path] if path else []
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            found += paths(inner, (*path, key))
+    elif isinstance(value, list):
+        for place, inner in enumerate(value):
+            found += paths(inner, (*path, place))
+    return found
+
+
+def changed(path: tuple[str | int, ...], value: Any) -> bytes:
+    copy = json.loads(json.dumps(GOOD))
+    inner = copy
+    for step in path[:-1]:
+        inner = inner[step]
+    inner[path[-1]] = value
+    return json.dumps(copy).encode()
+
+
+NOT_NUMBERS = set(
+    [
+        "format",
+        "engine_id",
+        "layer",
+        "component",
+        "name",
+        "type",
+        "kind",
+        "memory",
+        "optional",
+        "regions",
+        "groups",
+        "components",
+        "axes",
+        "content",
+        "parallel",
+        "sliding_window",
+        "chunk",
+        "context_parallel",
+    ]
+)
+NUMBERS = [p for p in paths(GOOD) if isinstance(p[-1], str) and p[-1] not in NOT_NUMBERS]
+
+
+@pytest.mark.parametrize("path", NUMBERS, ids=lambda p: ".".join(map(str, p)))
+@pytest.mark.parametrize("value", [-1, 2**63, 10**30, 1.5, True, "7", None, [], {}], ids=repr)
+def test_numbers_out_of_range_or_of_another_type(path: tuple[str | int, ...], value: Any) -> None:
+    with pytest.raises(PlanError) as refused:
+        parse_layout(changed(path, value))
+    assert refused.value.reason is PlanReason.INVALID_LAYOUT
+
+
+REQUIRED = [p for p in paths(GOOD) if p[-1] not in ("memory", "optional", "sliding_window", "chunk", "context_parallel")
+            and isinstance(p[-1], str)]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", REQUIRED, ids=lambda p: ".".join(map(str, p)))
+def test_every_required_field_is_missed(path: tuple[str | int, ...]) -> None:
+    copy = json.loads(json.dumps(GOOD))
+    inner = copy
+    for step in path[:-1]:
+        inner = inner[step]
+    del inner[path[-1]]
+    with pytest.raises(PlanError, match=str(path[-1])) as refused:
+        parse_layout(json.dumps(copy).encode())
+    assert refused.value.reason is PlanReason.INVALID_LAYOUT
+
+
+@pytest.mark.parametrize("cut", [0, 1, 10, 200, -1])
+def test_a_truncated_file_is_refused(cut: int) -> None:
+    with pytest.raises(PlanError, match="invalid-layout"):
+        parse_layout(json.dumps(GOOD).encode()[:cut])
+
+
+def test_an_unknown_field_is_named() -> None:
+    with pytest.raises(PlanError, match="unknown field `strid`"):
+        parse_layout(changed(("components", 0, "axes", 0, "strid"), 3))
+
+
+def test_a_nested_bomb_is_refused() -> None:
+    with pytest.raises(PlanError, match="invalid-layout"):
+        parse_layout(b"[" * 200_000)
+    with pytest.raises(PlanError, match="invalid-layout"):
+        parse_layout(b'{"engine_id":' + b'{"a":' * 200_000)
+
+
+def test_another_version_is_refused() -> None:
+    with pytest.raises(PlanError, match="kvferry.layout/2"):
+        parse_layout(changed(("format",), "kvferry.layout/2"))
+
+
+@pytest.mark.parametrize("memory", ["gpu", "cuda", "cuda:x", "cpu ", ""])
+def test_memory_is_cpu_or_a_cuda_device(memory: str) -> None:
+    with pytest.raises(PlanError, match="invalid-layout"):
+        parse_layout(changed(("regions", 0, "memory"), memory))

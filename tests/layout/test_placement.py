@@ -1,0 +1,91 @@
+"""A placement is what survives a move of the memory; a binding is what does not."""
+
+import msgspec
+import pytest
+
+from kvferry.errors import PlanError
+from kvferry.layout import (
+    Binding,
+    Layout,
+    Placement,
+    Region,
+    bind_layout,
+    decode_placement,
+    encode_placement,
+    regions_of,
+)
+from kvferry.testing.layouts import at, page, side_by_side, worker
+
+
+def two_tensors(first: int, second: int) -> Layout:
+    """Two layers in two allocations of their own."""
+    one, two = at(page("l0", tokens=4, nbytes=8), first), at(page("l1", tokens=4, nbytes=8), second)
+    return worker([one, two], regions=[Region(first, 256), Region(second, 256)])
+
+
+def test_equal_allocations_elsewhere_are_one_placement() -> None:
+    here, there = bind_layout(two_tensors(4096, 8192)), bind_layout(two_tensors(70_000, 1_000_000))
+    assert here.placement == there.placement
+    assert here.placement.fingerprint == there.placement.fingerprint
+    assert here.binding == Binding((4096, 8192))
+    assert there.binding == Binding((70_000, 1_000_000))
+
+
+def test_touching_regions_share_a_storage() -> None:
+    bound = bind_layout(two_tensors(4096, 4352))
+    assert bound.binding == Binding((4096,))
+    assert bound.placement.storages[0].seams == (256,)
+    assert [p.component.address for p in bound.placement.placed] == [0, 256]
+
+
+def test_regions_spanned_by_one_component_share_a_storage() -> None:
+    component = page("l0", tokens=4, nbytes=2, num_blocks=3, block_stride=100)
+    bound = bind_layout(worker([component], regions=[Region(0, 8), Region(100, 8), Region(200, 8), Region(500, 8)]))
+    assert bound.binding == Binding((0, 500))
+    assert [span.offset for span in bound.placement.storages[0].spans] == [0, 100, 200]
+    assert bound.placement.storages[0].seams == ()
+
+
+@pytest.mark.parametrize("layout", [two_tensors(4096, 8192), two_tensors(4096, 4352)])
+def test_placement_survives_the_wire(layout: Layout) -> None:
+    placement = bind_layout(layout).placement
+    assert decode_placement(encode_placement(placement)) == placement
+
+
+def test_regions_come_back_from_placement_and_binding() -> None:
+    layout = two_tensors(4096, 8192)
+    bound = bind_layout(layout)
+    assert regions_of(bound.placement, bound.binding) == layout.regions
+    with pytest.raises(PlanError, match="1 bases, the placement 2 storages"):
+        regions_of(bound.placement, Binding((4096,)))
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80", b"\x91" * 4000, b"\xff" * 100])
+def test_garbage_from_a_peer_is_refused(data: bytes) -> None:
+    with pytest.raises(PlanError, match="invalid-layout"):
+        decode_placement(data)
+
+
+def test_a_peers_placement_is_held_to_the_memory_rule() -> None:
+    placement = bind_layout(worker([page("l0", tokens=4, nbytes=8)])).placement
+    placed = placement.placed[0]
+    component = msgspec.structs.replace(placed.component, block_stride=16)
+    wrong = Placement(placement.groups, placement.storages, (msgspec.structs.replace(placed, component=component),))
+    with pytest.raises(PlanError, match="overlapping-memory"):
+        decode_placement(encode_placement(wrong))
+
+
+def test_overlays_name_groups_whose_ranges_meet() -> None:
+    groups = worker([page("l0", tokens=4, nbytes=8)]).groups * 3
+    a = page("a", tokens=4, nbytes=8, block_stride=64)
+    b = page("b", tokens=4, nbytes=8, block_stride=64, address=32, group=1)
+    c = page("c", tokens=4, nbytes=8, address=10_000, group=2)
+    placement = bind_layout(worker([a, b, c], groups=groups)).placement
+    assert placement.overlays == ((0, 1),)
+    assert placement.blocks_of_group == (8, 8, 8)
+
+
+def test_separate_tensors_overlay_nothing() -> None:
+    layers = side_by_side([page("a", tokens=4, nbytes=8), page("b", tokens=4, nbytes=8, group=1)], base=64)
+    groups = worker(layers[:1]).groups * 2
+    assert bind_layout(worker(layers, groups=groups)).placement.overlays == ()

@@ -1,0 +1,294 @@
+"""Plans by value: the numbers of faults seen in the field, the law of parts, sides that cannot be planned."""
+
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.errors import PlanError, PlanReason
+from kvferry.layout import BoundLayout, Component, Content, Group, Layout, Region, bind_layout, regions_of
+from kvferry.plan import BlockTable, Descriptors, TransferRequest, compile_plan, verify_descriptors
+from kvferry.testing.layouts import at, page, side_by_side, state, worker
+
+Triples = list[tuple[int, int, int]]
+
+
+def table(blocks: list[int | None], first_token: int | None = 0) -> BlockTable:
+    return BlockTable.of(blocks, first_token=first_token)
+
+
+def moved(producers: list[Layout], consumers: list[Layout], request: TransferRequest) -> dict[tuple[int, int], Triples]:
+    """Descriptors of each pair that moves something, held to the brute check."""
+    ends = [[bind_layout(layout) for layout in side] for side in (producers, consumers)]
+    plan = compile_plan([b.placement for b in ends[0]], [b.placement for b in ends[1]])
+    plan.check(request)
+    found = {}
+    for producer, consumer in plan.pairs():
+        descriptors = bound(plan, ends[0][producer], ends[1][consumer], request, (producer, consumer))
+        if descriptors.count:
+            found[producer, consumer] = triples(descriptors)
+    return found
+
+
+def bound(plan, src: BoundLayout, dst: BoundLayout, request: TransferRequest, pair: tuple[int, int]) -> Descriptors:  # type: ignore[no-untyped-def]
+    compiled = plan.pair(*pair)
+    return compiled.bind(request, src=src.binding, dst=dst.binding, verify="paranoid")
+
+
+def triples(descriptors: Descriptors) -> Triples:
+    columns = (descriptors.src, descriptors.dst, descriptors.nbytes)
+    return list(zip(*(c.tolist() for c in columns), strict=True))
+
+
+def one_pair(p: Component, d: Component, request: TransferRequest) -> Triples:
+    return moved([worker([p])], [worker([d])], request).get((0, 0), [])
+
+
+@pytest.mark.parametrize(("logical", "kernel"), [(768, 64), (544, 32)])
+def test_l01_kernel_blocks_are_one_run_where_contiguous_else_disjoint_runs(logical: int, kernel: int) -> None:
+    ratio = logical // kernel
+    dense = page("l0", tokens=kernel, nbytes=1152, kernel_blocks=ratio)
+    length = kernel * 1152
+    padded = page("l0", tokens=kernel, nbytes=1152, kernel_blocks=ratio, kernel_stride=length + 64, address=1 << 30)
+    request = TransferRequest(0, logical, (table([5]),), (table([3]),))
+    whole = one_pair(dense, at(dense, 1 << 30), request)
+    assert whole == [(5 * ratio * length, (1 << 30) + 3 * ratio * length, ratio * length)]
+    if logical == 768:
+        assert whole[0][2] == 884_736
+    runs = one_pair(dense, padded, request)
+    assert runs == [
+        ((5 * ratio + i) * length, (1 << 30) + (3 * ratio + i) * (length + 64), length) for i in range(ratio)
+    ]
+
+
+def test_l02_logical_ids_are_scaled_to_kernel_rows() -> None:
+    rows = page("l0", tokens=1, nbytes=16, kernel_blocks=64, num_blocks=8)
+    assert one_pair(rows, at(rows, 1 << 20), TransferRequest(0, 64, (table([3]),), (table([1]),))) == [
+        (192 * 16, (1 << 20) + 64 * 16, 64 * 16)
+    ]
+
+
+def test_l06_state_and_attention_use_their_own_tables() -> None:
+    groups = [Group("attention", 8), Group("state", 8)]
+    full = page("fa", tokens=4, nbytes=4, kernel_blocks=2, num_blocks=8, kernel_stride=24)
+    gdn = state("gdn", nbytes=100, num_blocks=8, address=10_000, group=1)
+    here = worker([full, gdn], groups=groups)
+    there = worker([at(full, 50_000), at(gdn, 60_000)], groups=groups)
+    request = TransferRequest(0, 16, (table([1, 2]), table([7], None)), (table([1, 2]), table([7], None)))
+    assert moved([here], [there], request)[0, 0] == [
+        *((48 * b + 24 * k, 50_000 + 48 * b + 24 * k, 16) for b in (1, 2) for k in (0, 1)),
+        (10_700, 60_700, 100),
+    ]
+
+
+def test_l07_length_stride_and_offset_are_three_numbers() -> None:
+    a = page("a", tokens=1, nbytes=600, num_blocks=10, block_stride=1000)
+    b = page("b", tokens=1, nbytes=300, num_blocks=10, block_stride=1000, address=600)
+    here, there = worker([a, b]), worker([at(a, 20_100), at(b, 40_100)])
+    request = TransferRequest(0, 1, (table([3]),), (table([3]),))
+    assert moved([here], [there], request)[0, 0] == [(3000, 23_100, 600), (3600, 43_100, 300)]
+
+
+def test_l09_consecutive_ids_join_only_where_stride_is_length_on_both_sides() -> None:
+    loose, tight = (page("l0", tokens=4, nbytes=25, block_stride=s) for s in (160, 100))
+    request = TransferRequest(0, 8, (table([3, 4]),), (table([3, 4]),))
+    assert one_pair(loose, at(loose, 10_000), request) == [(480, 10_480, 100), (640, 10_640, 100)]
+    assert one_pair(tight, at(loose, 10_000), request) == [(300, 10_480, 100), (400, 10_640, 100)]
+    assert one_pair(tight, at(tight, 10_000), request) == [(300, 10_300, 200)]
+
+
+def test_l14_split_halves_are_two_descriptors_far_apart() -> None:
+    halves = [page("l0", tokens=4, nbytes=8, component=c, address=a) for c, a in (("k", 0), ("v", 4096))]
+    there = [at(c, 100_000 + c.address) for c in halves]
+    request = TransferRequest(0, 4, (table([2]),), (table([2]),))
+    assert moved([worker(halves)], [worker(there)], request)[0, 0] == [(64, 100_064, 32), (4160, 104_160, 32)]
+
+
+@pytest.mark.parametrize(("heads", "ranks", "expected"), [(2, 4, [0, 0, 1, 1]), (2, 8, [0] * 4 + [1] * 4)])
+def test_l19_heads_are_grouped_never_cycled(heads: int, ranks: int, expected: list[int]) -> None:
+    p = page("l0", heads=(0, heads, heads), tokens=4, nbytes=8)
+    ds = [page("l0", heads=(r * heads // ranks, 1, heads), tokens=4, nbytes=8) for r in range(ranks)]
+    request = TransferRequest(0, 4, (table([0]),), (table([0]),))
+    found = moved([worker([p])], [worker([d]) for d in ds], request)
+    assert [found[0, r][0][0] // 32 for r in range(ranks)] == expected
+
+
+def test_l20_sections_of_a_convolution_state_are_merged_one_by_one() -> None:
+    sections = {"conv.q": 4, "conv.k": 4, "conv.v": 8}
+
+    def rank(index: int, size: int, base: int) -> Layout:
+        parts, offset = [], base
+        for name, total in sections.items():
+            share = total // size
+            parts.append(state("gdn", component=name, part=(share * index, share, total), nbytes=1, address=offset,
+                               block_stride=16 // size))  # fmt: skip
+            offset += share
+        return worker(parts)
+
+    request = TransferRequest(4, 4, (table([0], None),), (table([0], None),))
+    found = moved([rank(0, 2, 1000), rank(1, 2, 2000)], [rank(0, 1, 5000)], request)
+    assert found == {
+        (0, 0): [(1000, 5000, 2), (1002, 5004, 2), (1004, 5008, 4)],
+        (1, 0): [(2000, 5002, 2), (2002, 5006, 2), (2004, 5012, 4)],
+    }
+
+
+def test_l27_l28_positions_pair_blocks_never_counts() -> None:
+    one = page("l0", tokens=16, nbytes=1, num_blocks=40)
+    surplus = TransferRequest(0, 32, (table([10, 11, 12]),), (table([20, 21]),))
+    assert one_pair(one, at(one, 10_000), surplus) == [(160, 10_320, 32)]
+    big = page("l0", tokens=64, nbytes=1, num_blocks=40)
+    request = TransferRequest(1984, 2048, (table(list(range(32))),), (table([5, 9], 1984),))
+    assert one_pair(big, at(big, 100_000), request) == [(31 * 64, 100_000 + 5 * 64, 64)]
+
+
+def test_missing_positions_are_refused_and_nothing_is_planned() -> None:
+    one = page("l0", tokens=16, nbytes=1)
+    request = TransferRequest(0, 64, (table([1, 2, None, 4]),), (table([1, 2, 3, 4]),))
+    with pytest.raises(PlanError, match="needs position 32") as refused:
+        one_pair(one, at(one, 10_000), request)
+    assert refused.value.reason is PlanReason.MISSING_POSITIONS
+
+
+def test_window_is_clipped_by_position_and_full_attention_is_not() -> None:
+    groups = [Group("attention", 16), Group("attention", 16, sliding_window=128)]
+    full = page("full", tokens=16, nbytes=4, num_blocks=32)
+    window = page("swa", tokens=16, nbytes=4, num_blocks=32, group=1, address=100_000)
+    here, there = worker([full, window], groups=groups), worker([at(full, 1 << 20), at(window, 2 << 20)], groups=groups)
+    for stop, entries in ((320, 8), (310, 9)):
+        tables = (table(list(range(20))), table(list(range(20))))
+        runs = moved([here], [there], TransferRequest(0, stop, tables, tables))[0, 0]
+        assert [n for _, _, n in runs] == [stop * 4, 128 * 4]
+        assert entries == -(-stop // 16) - (stop - 128) // 16
+
+
+def test_pages_cut_in_the_middle_carry_the_rest_only_where_that_is_cheaper() -> None:
+    columns = page("l0", heads=(0, 4, 4), tokens=8, nbytes=2)
+    request = TransferRequest(0, 11, (table([1, 2]),), (table([5, 6]),))
+    assert one_pair(columns, at(columns, 10_000), request) == [(64, 10_320, 128)]
+    rows = page("l0", heads=(0, 4, 4), tokens=8, nbytes=2, order="token-major")
+    assert one_pair(rows, at(rows, 10_000), request) == [(64, 10_320, 88)]
+
+
+def test_positions_before_start_are_never_written() -> None:
+    columns = page("l0", heads=(0, 2, 2), tokens=8, nbytes=2)
+    request = TransferRequest(3, 8, (table([1]),), (table([5]),))
+    assert one_pair(columns, at(columns, 10_000), request) == [(38, 10_166, 10), (54, 10_182, 10)]
+
+
+@given(st.integers(0, 100), st.integers(0, 100), st.lists(st.integers(0, 100), max_size=5), st.booleans())
+def test_law_of_parts(a: int, b: int, cuts: list[int], head_major: bool) -> None:
+    """Parts by token range write together what the whole writes, and nothing else but what they may carry."""
+    start, stop = min(a, b), max(a, b)
+    order = "head-major" if head_major else "token-major"
+    p = page("l0", heads=(0, 2, 2), tokens=4, nbytes=2, num_blocks=16, kernel_blocks=4, order=order)
+    d = page("l0", heads=(0, 2, 2), tokens=8, nbytes=2, num_blocks=16, order=order, address=1 << 16)
+    tables = ((table([3, 9, 1, 4, 0, 7, 12]),), (table([13, 2, 8, 3, 5, 1, 11, 0, 9, 14, 6, 4, 7]),))
+    edges = [start, *sorted(c for c in cuts if start < c < stop), stop]
+
+    def bytes_of(low: int, high: int) -> set[tuple[int, int]]:
+        runs = one_pair(p, d, TransferRequest(low, high, *tables))
+        return {(s + i, t + i) for s, t, n in runs for i in range(n)}
+
+    parts = set().union(*(bytes_of(low, high) for low, high in pairwise(edges)))
+    assert bytes_of(start, stop) <= parts
+    assert len({dst for _, dst in parts}) == len(parts)
+
+
+def test_seams_cut_descriptors_and_only_there() -> None:
+    one = page("l0", tokens=4, nbytes=25, num_blocks=4)
+    here = worker([one], regions=[Region(0, 130), Region(130, 270)])
+    there = worker([at(one, 1000)], regions=[Region(1000, 90), Region(1090, 310)])
+    request = TransferRequest(0, 16, (table([0, 1, 2, 3]),), (table([0, 1, 2, 3]),))
+    assert moved([here], [there], request)[0, 0] == [(0, 1000, 90), (90, 1090, 40), (130, 1130, 270)]
+
+
+def test_replicas_share_the_load_and_every_consumer_is_served_once() -> None:
+    mla = page("l0", tokens=4, nbytes=8)
+    producers = [worker([at(mla, 1000 * i)]) for i in range(2)]
+    consumers = [worker([at(mla, 100_000 + 1000 * i)]) for i in range(5)]
+    request = TransferRequest(0, 4, (table([0]),), (table([0]),))
+    assert sorted(moved(producers, consumers, request)) == [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3)]
+
+
+def test_k_counts_consumers_that_need_the_set_over_all_layers() -> None:
+    """Two replicas hold both layers, each consumer stage one of them: stage 1 is the second to need the set."""
+    layers = side_by_side([page("l0", tokens=4, nbytes=8), page("l1", tokens=4, nbytes=8)], base=0)
+    stages = [worker([layers[0]]), worker([layers[1]])]
+    request = TransferRequest(0, 4, (table([0]),), (table([0]),))
+    assert sorted(moved([worker(layers), worker(layers)], stages, request)) == [(0, 0), (1, 1)]
+
+
+def test_partly_overlapping_producers_are_cut_into_cells() -> None:
+    p0, p1 = (page("l0", heads=(s, 3, 5), tokens=2, nbytes=1) for s in (0, 2))
+    d = page("l0", heads=(0, 5, 5), tokens=2, nbytes=1, address=1000)
+    request = TransferRequest(0, 2, (table([0]),), (table([0]),))
+    assert moved([worker([p0]), worker([p1])], [worker([d])], request) == {
+        (0, 0): [(0, 1000, 6)],
+        (1, 0): [(2, 1006, 4)],
+    }
+
+
+def test_refusals_by_layout_alone() -> None:
+    p = page("l0", heads=(0, 1, 2), tokens=4, nbytes=8)
+    d = page("l0", heads=(0, 2, 2), tokens=4, nbytes=8)
+    placement = {name: bind_layout(worker([c])).placement for name, c in (("p", p), ("d", d))}
+    with pytest.raises(PlanError, match=r"missing-coordinates.*head \[1, 2\)"):
+        compile_plan([placement["p"]], [placement["d"]])
+    other = bind_layout(worker([msgspec.structs.replace(p, layer="l9")])).placement
+    with pytest.raises(PlanError, match="missing-layer.*'l0'"):
+        compile_plan([other], [placement["d"]])
+    wrong = bind_layout(worker([msgspec.structs.replace(d, content=Content(8, "fp8"))])).placement
+    with pytest.raises(PlanError, match="incompatible-content.*bytes:8.*fp8"):
+        compile_plan([placement["d"]], [wrong])
+    optional = bind_layout(worker([msgspec.structs.replace(d, layer="draft", optional=True)])).placement
+    assert compile_plan([placement["p"]], [optional]).pairs() == ()
+
+
+def test_tables_are_checked_whole() -> None:
+    one = page("l0", tokens=4, nbytes=8)
+
+    def refused(request: TransferRequest) -> PlanReason:
+        with pytest.raises(PlanError) as error:
+            one_pair(one, at(one, 10_000), request)
+        return error.value.reason
+
+    good = (table([0, 1]),)
+    assert refused(TransferRequest(0, 4, (table([0, 8]),), good)) is PlanReason.INVALID_REQUEST
+    assert refused(TransferRequest(0, 4, (table([0, 1, 1]),), good)) is PlanReason.DUPLICATE_BLOCKS
+    assert refused(TransferRequest(0, 4, good, (table([0, 1], 2),))) is PlanReason.INVALID_REQUEST
+    assert refused(TransferRequest(0, 4, good, (table([0, 1], None),))) is PlanReason.INVALID_REQUEST
+    assert refused(TransferRequest(0, 4, good * 2, good)) is PlanReason.INVALID_REQUEST
+
+
+def test_a_block_of_two_overlaid_groups_is_refused() -> None:
+    groups = [Group("attention", 4)] * 2
+    a = page("a", tokens=4, nbytes=8, block_stride=64)
+    b = page("b", tokens=4, nbytes=8, block_stride=64, address=32, group=1)
+    here, there = worker([a, b], groups=groups), worker([at(a, 4096), at(b, 4128)], groups=groups)
+    apart = (table([1]), table([2]))
+    assert moved([here], [there], TransferRequest(0, 4, apart, apart))[0, 0] == [(64, 4160, 32), (160, 4256, 32)]
+    with pytest.raises(PlanError, match=r"duplicate-blocks.*groups \[0, 1\]"):
+        moved([here], [there], TransferRequest(0, 4, (table([1]), table([1])), apart))
+
+
+def test_too_many_descriptors_are_refused() -> None:
+    one = page("l0", tokens=4, nbytes=8, block_stride=100)
+    ends = [bind_layout(worker([c])) for c in (one, at(one, 10_000))]
+    pair = compile_plan([ends[0].placement], [ends[1].placement]).pair(0, 0)
+    assert pair is not None
+    request = TransferRequest(0, 12, (table([0, 1, 2]),), (table([0, 1, 2]),))
+    assert pair.bind(request, src=ends[0].binding, dst=ends[1].binding, max_descriptors=3).count == 3
+    with pytest.raises(PlanError, match="limit-exceeded: 3 descriptors, over the limit of 2"):
+        pair.bind(request, src=ends[0].binding, dst=ends[1].binding, max_descriptors=2)
+
+
+def test_the_brute_check_finds_what_it_must() -> None:
+    ends = [bind_layout(worker([c])) for c in (page("l0", tokens=4, nbytes=8), page("l0", tokens=4, nbytes=8))]
+    regions = regions_of(ends[0].placement, ends[0].binding)
+    with pytest.raises(PlanError, match="write byte 4"):
+        verify_descriptors(Descriptors.of([0, 8], [0, 4], [8, 8]), src=regions, dst=regions)
+    with pytest.raises(PlanError, match="destination .* lies in no one region"):
+        verify_descriptors(Descriptors.of([0], [250], [8]), src=regions, dst=regions)
