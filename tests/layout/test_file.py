@@ -37,28 +37,10 @@ def changed(path: tuple[str | int, ...], value: Any) -> bytes:
     return json.dumps(copy).encode()
 
 
-NOT_NUMBERS = set(
-    [
-        "format",
-        "engine_id",
-        "layer",
-        "component",
-        "name",
-        "type",
-        "kind",
-        "memory",
-        "optional",
-        "regions",
-        "groups",
-        "components",
-        "axes",
-        "content",
-        "parallel",
-        "sliding_window",
-        "chunk",
-        "context_parallel",
-    ]
-)
+NOT_NUMBERS = {
+    *("format", "engine_id", "layer", "component", "name", "type", "kind", "memory", "optional", "regions", "groups"),
+    *("components", "axes", "content", "parallel", "sliding_window", "chunk", "context_parallel"),
+}
 NUMBERS = [p for p in paths(GOOD) if isinstance(p[-1], str) and p[-1] not in NOT_NUMBERS]
 
 
