@@ -20,13 +20,15 @@ all pairs; :meth:`PairPlan.bind` turns one pair and one request into descriptors
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from kvferry.layout import Binding, InvalidLayoutError, Placement, check_binding, regions_of
 from kvferry.plan.assign import Assignment, Hole, Pair, assign
 from kvferry.plan.bind import Side, bind_classes
 from kvferry.plan.descriptors import Descriptors
+from kvferry.plan.padding import bridged_rows
 from kvferry.plan.pair import ClassPlan, classes_of, hole_key
 from kvferry.plan.request import SideTables, TransferRequest
 from kvferry.plan.units import attention_units, missing_rank, needed_of
@@ -45,6 +47,11 @@ class PairPlan:
     consumer: Placement
     classes: tuple[ClassPlan, ...]
 
+    @cached_property
+    def bridged(self) -> tuple[ClassPlan, ...]:
+        """The classes with rows joined over padding."""
+        return tuple(replace(c, full=bridged_rows(c, self.producer, self.consumer)) for c in self.classes)
+
     @property
     def rows(self) -> int:
         """Runs in one unit, over all classes."""
@@ -58,16 +65,18 @@ class PairPlan:
         dst: Binding,
         max_descriptors: int = MAX_DESCRIPTORS,
         verify: Verify = "proven",
+        allow_padding: bool = False,
     ) -> Descriptors:
         """The descriptors of one request, sorted by source address.
 
-        The tables must have passed :meth:`Plan.check`. Raises :class:`PlanError` (``missing-positions``,
-        ``limit-exceeded``).
+        The tables must have passed :meth:`Plan.check`. ``allow_padding`` may write padding of a block that the
+        consumer lists, where that joins two live runs (:mod:`kvferry.plan.padding`). Raises :class:`PlanError`
+        (``missing-positions``, ``limit-exceeded``).
         """
         check_binding(self.producer, src)
         check_binding(self.consumer, dst)
         descriptors = bind_classes(
-            self.classes,
+            self.bridged if allow_padding else self.classes,
             request,
             src=Side(self.producer, src),
             dst=Side(self.consumer, dst),

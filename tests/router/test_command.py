@@ -1,0 +1,55 @@
+"""The command as an operator runs it: a process of its own, stopped by a signal."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from kvferry.testing.openai_engine import BootstrapPeer, OpenAiEngine, wait_until
+
+COMMAND = "import typer; from kvferry.cli.serve_router import serve_router; typer.run(serve_router)"
+
+
+@pytest.fixture
+def peers():
+    peers = [OpenAiEngine(), OpenAiEngine(), BootstrapPeer("P")]
+    yield peers
+    for peer in peers:
+        peer.begin_stop()
+    for peer in peers:
+        peer.stop()
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def is_up(url):
+    try:
+        return httpx.get(url + "/health", trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_the_command_serves_until_it_is_told_to_stop(peers):
+    prefill, decode, bootstrap = peers
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    arguments = ["--prefill", f"{prefill.url},{bootstrap.port}", "--decode", decode.url, "--port", str(port)]
+    with subprocess.Popen([sys.executable, "-c", COMMAND, *arguments], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_until(lambda: is_up(url), what="the router listens")
+            answer = httpx.post(url + "/v1/completions", json={"prompt": "a"}, trust_env=False)
+            assert json.loads(answer.text)["choices"][0]["text"].startswith("a/")
+        finally:
+            process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=20)
+    lines = [line for line in log.splitlines() if "path=/v1/completions" in line]
+    assert len(lines) == 1
+    assert "pieces=1 status=200" in lines[0]
+    assert decode.received[0].body["kv_transfer_params"]["remote_engine_id"] == "P"

@@ -1,0 +1,34 @@
+"""All three transports pass the suite that ships."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.testing.transport_conformance import TransportConformance
+from tests.transport.benches import MemoryBench, ProcessBench, cma_bench, mooncake_bench
+
+
+class TestMemory(TransportConformance):
+    @pytest.fixture
+    def bench(self) -> MemoryBench:
+        return MemoryBench()
+
+
+class TestCma(TransportConformance):
+    @pytest.fixture
+    def bench(self, tmp_path: Path) -> Iterator[ProcessBench]:
+        bench = cma_bench(tmp_path)
+        yield bench
+        bench.end()
+
+
+@pytest.mark.mooncake
+@pytest.mark.skipif(importlib.util.find_spec("mooncake") is None, reason="the Mooncake engine is not installed")
+class TestMooncake(TransportConformance):
+    @pytest.fixture
+    def bench(self, tmp_path: Path) -> Iterator[ProcessBench]:
+        bench = mooncake_bench(tmp_path)
+        yield bench
+        bench.end()
