@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.testing.transport_benches import MemoryBench, ProcessBench, cma_bench, mooncake_bench
 from kvferry.testing.transport_conformance import TransportConformance
-from tests.transport.benches import MemoryBench, ProcessBench, cma_bench, mooncake_bench
 
 
 class TestMemory(TransportConformance):

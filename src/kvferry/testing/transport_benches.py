@@ -1,11 +1,11 @@
-"""The three transports as benches of the conformance suite."""
+"""The three transports as benches of :mod:`kvferry.testing.transport_conformance`."""
 
 from pathlib import Path
 
 import numpy as np
 
 from kvferry.layout import Region
-from kvferry.testing.transport_peer import PeerProcess, two_regions
+from kvferry.testing.transport_peer import HOST, PeerProcess, two_regions
 from kvferry.transport import CmaTransport, MemoryHub, MooncakeTransport, Transport
 
 
@@ -16,25 +16,29 @@ class ProcessBench:
         self.writer = writer
         self.failure_is_quiet = failure_is_quiet
         self._directory = directory
-        self._receivers: list[PeerProcess] = []
+        self.receivers: list[PeerProcess] = []
 
     def start_receiver(self, nbytes: int) -> PeerProcess:
-        path = self._directory / f"receiver-{len(self._receivers)}"
-        self._receivers.append(PeerProcess(self.writer.name, path, nbytes))
-        return self._receivers[-1]
+        """Start one more process."""
+        path = self._directory / f"receiver-{len(self.receivers)}"
+        self.receivers.append(PeerProcess(self.writer.name, path, nbytes))
+        return self.receivers[-1]
 
     def end(self) -> None:
+        """Close the writer and take all receivers away."""
         self.writer.close()
-        for receiver in self._receivers:
+        for receiver in self.receivers:
             receiver.end()
 
 
 def cma_bench(directory: Path) -> ProcessBench:
+    """Cross-memory copies; receivers' memory lies in files of ``directory``."""
     return ProcessBench(CmaTransport(), directory, failure_is_quiet=True)
 
 
 def mooncake_bench(directory: Path, *, stall_s: float = 10.0) -> ProcessBench:
-    writer = MooncakeTransport("127.0.0.1", stall_s=stall_s)
+    """The Mooncake engine over TCP on the loopback interface."""
+    writer = MooncakeTransport(HOST, stall_s=stall_s)
     return ProcessBench(writer, directory, failure_is_quiet=False)
 
 
@@ -50,12 +54,15 @@ class MemoryReceiver:
         self._transport.register(self.regions)
 
     def admit(self, address: str) -> None:
+        """Nothing to permit."""
         self._transport.admit(address)
 
     def close(self) -> None:
+        """Close its transport."""
         self._transport.close()
 
     def kill(self) -> None:
+        """Gone."""
         self._hub.kill(self.address)
 
 
@@ -69,4 +76,5 @@ class MemoryBench:
         self.writer = self.hub.transport(rows_per_poll=4096)
 
     def start_receiver(self, nbytes: int) -> MemoryReceiver:
+        """One more peer in the hub."""
         return MemoryReceiver(self.hub, nbytes)

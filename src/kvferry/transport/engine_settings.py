@@ -1,0 +1,113 @@
+"""What surrounds a Mooncake engine: its environment variables, and which protocol it will really use.
+
+The engine reads its settings from the environment when it is built, and takes the *name* of a protocol without looking
+at it: what it installs follows from the build, the devices that it finds and a few variables. So a wrong name, or
+``rdma`` on a host without a device, silently means TCP. These functions decide beforehand what an engine must be told,
+and judge afterwards, from the devices that the engine itself found, whether it uses what was asked for.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvferry.errors import TransportError, TransportReason
+
+MAX_OUTSTANDING = 1000
+"""Rows in flight to one peer: the engine's queue holds 1,024 and an overflow can break the pair for good."""
+
+DEFAULTS: Mapping[str, str] = {
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "1024",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "1024",
+    # Else every engine writes a dozen lines to standard error.
+    "MC_LOG_LEVEL": "WARNING",
+}
+"""Settings that are made unless the operator has made them."""
+
+_BUILDS: Mapping[str, str | None] = {
+    "tcp": None,
+    "rdma": None,
+    "efa": "SUPPORT_EFA",
+    "nvlink": "SUPPORT_MNNVL",
+    "nvlink_intra": "SUPPORT_INTRA_NVLINK",
+}
+"""Protocols that kvferry can tell apart, and the flag of the engine's module that says it was built with it."""
+
+DEVICE_PROTOCOLS = frozenset({"rdma", "efa"})
+"""Protocols in whose place the engine silently uses TCP when it finds no network device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """With which optional protocols the installed engine was built."""
+
+    flags: frozenset[str]
+    """Names ``SUPPORT_*`` that are true."""
+
+    @property
+    def nvlink(self) -> bool:
+        """Built for NVLink, which then is preferred over TCP."""
+        return bool(self.flags & {"SUPPORT_MNNVL", "SUPPORT_INTRA_NVLINK"})
+
+
+def missing_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """The defaults that the operator has left open."""
+    return {name: value for name, value in DEFAULTS.items() if name not in environ}
+
+
+def outstanding_limit(environ: Mapping[str, str]) -> int:
+    """How many rows may be in flight to one peer under the operator's queue length."""
+    text = environ.get("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "")
+    queue = int(text) if text.isascii() and text.isdigit() else MAX_OUTSTANDING
+    return max(1, min(MAX_OUTSTANDING, queue))
+
+
+def settings_for(protocol: str, build: Build, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables to set while the engine is built, so that it installs ``protocol``; refuses what cannot be had."""
+    if protocol not in _BUILDS:
+        raise _wrong(f"unknown protocol {protocol!r}; known: {', '.join(_BUILDS)}")
+    if environ.get("MC_TCP_PROTO") == "1":
+        raise _wrong("MC_TCP_PROTO=1 makes the engine report success before the bytes have arrived; unset it")
+    flag = _BUILDS[protocol]
+    if flag is not None and flag not in build.flags:
+        raise _wrong(f"protocol {protocol!r} needs a Mooncake engine built with it ({flag}); this one would use TCP")
+    if protocol != "tcp" and "MC_FORCE_TCP" in environ:
+        raise _wrong(f"protocol {protocol!r} was asked for, but MC_FORCE_TCP is set and forces TCP")
+    if protocol == "rdma" and "SUPPORT_EFA" in build.flags:
+        raise _wrong("an engine built for EFA installs TCP when asked for 'rdma'; ask for 'efa'")
+    if protocol == "rdma" and "MC_INTRANODE_NVLINK" in environ and build.nvlink:
+        raise _wrong("protocol 'rdma' was asked for, but MC_INTRANODE_NVLINK is set and forces NVLink")
+    match protocol:
+        case "tcp":
+            return {"MC_FORCE_TCP": "1"}
+        case "nvlink":
+            return {"MC_FORCE_MNNVL": "1"}
+        case "nvlink_intra":
+            return {"MC_INTRANODE_NVLINK": "1"}
+        case _:
+            return {}
+
+
+def devices_of(topology: str) -> tuple[str, ...]:
+    """The network devices in the engine's own report of what it found."""
+    try:
+        table = json.loads(topology)
+        names = {name for preferred, others in table.values() for name in (*preferred, *others)}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise TransportError(
+            TransportReason.ENGINE_FAULT, "the engine's topology report is not the JSON that was expected"
+        ) from error
+    return tuple(sorted(str(name) for name in names))
+
+
+def check_devices(protocol: str, devices: tuple[str, ...], device_filter: str) -> None:
+    """Refuse a protocol that needs a network device when the engine has found none: it uses TCP instead."""
+    if protocol in DEVICE_PROTOCOLS and not devices:
+        chosen = f" matching {device_filter!r}" if device_filter else ""
+        raise _wrong(
+            f"protocol {protocol!r} was asked for, but the engine finds no such device{chosen} on this host and would "
+            f"silently use TCP; ask for 'tcp', or make the device visible (/sys/class/infiniband, /dev/infiniband)"
+        )
+
+
+def _wrong(message: str) -> TransportError:
+    return TransportError(TransportReason.WRONG_PROTOCOL, message)

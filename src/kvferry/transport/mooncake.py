@@ -1,0 +1,350 @@
+"""The Mooncake transfer engine as a transport: between hosts, over what the engine has.
+
+The engine's own habits decide how it is driven (each was measured on version 0.3.13):
+
+* Rows go in one by one (``transfer_submit_write``) and are polled one by one (``transfer_check_status``): of its calls
+  only this pair neither spins nor hides which row failed. With a window of rows in flight it is as fast as its batch
+  calls, at half their processor time. Each peer has one :class:`~kvferry.transport.window.Lane`.
+* A failure does not stop what is in flight, so a failed submission is not quiet until this engine, or the receiver's,
+  is destroyed: ``close()``. Destroying takes 0.2 to 1 s and holds the interpreter lock. It takes up to a minute when
+  the operator has set ``MC_TE_METADATA_REFRESH_INTERVAL_SECONDS`` and a known peer is mute; without that variable an
+  engine never again finds a peer that restarts on the same port, so a writer is renewed with its peer.
+* Success is the receiver's acknowledgement. The engine gives that up when told to speak its old protocol, which is
+  refused here, and with a peer whose engine knows only that one, which it does not tell.
+* It crashes the process when used uninitialised, after destruction, with a handle that it did not give, or in a fork.
+  Every call here passes one door that checks, and after a fork the child never destroys what it has inherited.
+* It listens on every interface and lets anyone who connects write registered memory: that is for the network to stop.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kvferry.errors import TransportError, TransportReason
+from kvferry.layout import Region
+from kvferry.plan.descriptors import Descriptors
+from kvferry.transport.base import Peer
+from kvferry.transport.engine_settings import (
+    DEVICE_PROTOCOLS,
+    Build,
+    check_devices,
+    devices_of,
+    missing_settings,
+    outstanding_limit,
+    settings_for,
+)
+from kvferry.transport.progress import Progress
+from kvferry.transport.ranges import RegionTable, check_descriptors, describe, split_rows
+from kvferry.transport.window import Lane, Pace, RowState
+
+MAX_SUBMISSION = 512
+"""Rows handed to the engine between two looks at what has finished."""
+MAX_ROW_BYTES = 1 << 20
+"""Longer descriptors are cut: the engine is at its best from 256 KiB to 1 MiB a row, and rows use its lanes
+in parallel."""
+
+_MAX_HANDLE = 1 << 63
+"""Handles are addresses inside the engine; a refusal comes as 0 or as -1 taken for an unsigned number."""
+MUTE_S = 5.0
+"""A peer that takes longer than this to answer a probe is not opened."""
+_EXIT_TIMEOUT_S = 5.0
+
+_ENVIRONMENT = threading.Lock()
+"""Held while the environment is changed for an engine that is being built: it is one for the whole process."""
+_LIVE: "weakref.WeakSet[MooncakeTransport]" = weakref.WeakSet()
+
+
+class MooncakeTransport:
+    """One engine (:class:`kvferry.transport.base.Transport`)."""
+
+    name = "mooncake"
+    close_stops_peers = True
+
+    def __init__(
+        self,
+        host: str,
+        *,
+        protocol: str = "tcp",
+        device: str = "",
+        stall_s: float = 10.0,
+        close_timeout_s: float = 90.0,
+    ) -> None:
+        """``host``: the name or IP by which peers reach this process; the engine picks the port.
+
+        ``device``: a comma-separated filter of network devices, empty for all. ``stall_s``: how long a peer may take no
+        row before its submissions fail. ``close_timeout_s`` outlasts the 61 s that the engine may spend on a port that
+        accepts and says nothing.
+        """
+        if not host:
+            raise TransportError(TransportReason.UNAVAILABLE, "host is empty: peers need an address to write to")
+        self._engine = _build_engine(host, protocol, device)
+        self._protocol = protocol
+        bracketed = f"[{host}]" if ":" in host and not host.startswith("[") else host
+        self._address = f"{bracketed}:{self._engine.native().get_rpc_port()}"
+        self._close_timeout_s = close_timeout_s
+        self._closed = False
+        self._lock = threading.Lock()
+        self._lanes: dict[str, Lane] = {}
+        self._table = RegionTable(())
+        self._pace = Pace(
+            max_outstanding=outstanding_limit(os.environ),
+            max_slice=MAX_SUBMISSION,
+            stall_s=stall_s,
+            clock=time.monotonic,
+            sleep=time.sleep,
+        )
+        _LIVE.add(self)
+
+    def address(self) -> str:
+        """``host:port`` of the engine's handshake."""
+        self._check_open()
+        return self._address
+
+    def protocol_in_use(self) -> str:
+        """The protocol that was asked for: construction fails when the engine would use another."""
+        self._check_open()
+        return self._protocol
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """Register memory with the engine; all of it or none."""
+        with self._lock:
+            self._check_open()
+            table = self._table.with_regions(regions)
+            if regions:
+                self._engine.register(regions)
+            self._table = table
+
+    def unregister(self, regions: Sequence[Region]) -> None:
+        """Take memory back from the engine. Writes that are on their way still land."""
+        with self._lock:
+            self._check_open()
+            table = self._table.without(regions)
+            if regions:
+                self._engine.unregister(regions)
+            self._table = table
+
+    def admit(self, address: str) -> None:
+        """The engine admits everyone."""
+        self._check_open()
+
+    def peer_is_gone(self, address: str) -> bool:
+        """Never known: a peer that does not answer may be stopped, or cut off."""
+        self._check_open()
+        return False
+
+    def open_peer(self, address: str, regions: Sequence[Region]) -> Peer:
+        """Name a peer's engine; the connection is made by the first write."""
+        self._check_open()
+        host, _, port = address.rpartition(":")
+        if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+            raise TransportError(TransportReason.PEER_UNREACHABLE, f"{address[:120]!r} is not host:port")
+        return Peer(address, RegionTable.of(regions))
+
+    def submit(self, peer: Peer, descriptors: Descriptors) -> Progress:
+        """Check, cut long rows, and queue them in the peer's lane."""
+        self._check_open()
+        check_descriptors(descriptors, self._table, peer.regions)
+        if not descriptors.count:
+            return Progress(0, 0)
+        rows = split_rows(descriptors, MAX_ROW_BYTES)
+        with self._lock:
+            self._check_open()
+            if peer.address not in self._lanes:
+                self._lanes[peer.address] = Lane(self._engine, peer.address, self._pace)
+            return self._lanes[peer.address].submit(rows, descriptors=descriptors.count)
+
+    def close(self, *, timeout_s: float | None = None) -> None:
+        """Stop the lanes, destroy the engine, and so fence: here as a writer, and for every peer that writes here."""
+        if self._engine.pid != os.getpid():
+            return
+        self._closed = True
+        limit = self._close_timeout_s if timeout_s is None else timeout_s
+        error = TransportError(TransportReason.CLOSED, f"the transport {self._address} was closed")
+        with self._lock:
+            for lane in self._lanes.values():
+                lane.stop(error)
+            deadline = time.monotonic() + limit
+            left = all(lane.join(deadline - time.monotonic()) for lane in self._lanes.values())
+            if not (left and self._engine.destroy()):
+                raise TransportError(
+                    TransportReason.TIMED_OUT,
+                    f"an engine call of {self._address} has not returned within {limit} s of close(): the engine "
+                    f"is not destroyed and memory that it may touch is not quiet; close() can be called again",
+                )
+            for lane in self._lanes.values():
+                lane.fence(error)
+            self._lanes.clear()
+
+    def abandon(self) -> None:
+        """In a child made by fork: never destroy what belongs to the parent."""
+        self._engine.abandon()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError(TransportReason.CLOSED, f"the transport {self._address} is closed")
+        self._engine.check_process()
+
+
+class _Engine:
+    """The only reference to one native engine, and the door that every call to it passes."""
+
+    def __init__(self, native: Any) -> None:
+        self.pid = os.getpid()
+        self._native = native
+        self._watch = weakref.ref(native)
+        self._answered: set[str] = set()
+
+    def native(self) -> Any:
+        """The engine, for one call; raises when it must not be called."""
+        self.check_process()
+        if self._native is None:
+            raise TransportError(TransportReason.CLOSED, "the engine is destroyed")
+        return self._native
+
+    def check_process(self) -> None:
+        """Raise in a fork of the process that built the engine."""
+        if self.pid != os.getpid():
+            raise TransportError(
+                TransportReason.CLOSED,
+                f"the engine belongs to process {self.pid} and cannot be used in its fork {os.getpid()}: "
+                f"build a transport after the fork",
+            )
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """Register all regions, or none."""
+        addresses, sizes = [region.address for region in regions], [region.nbytes for region in regions]
+        code = self.native().batch_register_memory(addresses, sizes)
+        if code != 0:
+            self.native().batch_unregister_memory(addresses)
+            raise TransportError(
+                TransportReason.ENGINE_FAULT,
+                f"the engine refused to register {len(regions)} regions (code {code}), "
+                f"the first {describe(regions[0])}",
+            )
+
+    def unregister(self, regions: Sequence[Region]) -> None:
+        """Unregister all regions."""
+        code = self.native().batch_unregister_memory([region.address for region in regions])
+        if code != 0:
+            raise TransportError(TransportReason.ENGINE_FAULT, f"the engine refused to unregister (code {code})")
+
+    def start(self, address: str, src: int, dst: int, nbytes: int) -> int | None:
+        """Hand over one row, to a peer that answers."""
+        if address not in self._answered and not self._answers(address):
+            return None
+        handle: int = self.native().transfer_submit_write(address, src, dst, nbytes)
+        return handle if 0 < handle < _MAX_HANDLE else None
+
+    def _answers(self, address: str) -> bool:
+        # The engine opens a peer while it holds a lock that every other peer's rows need, and a mute peer makes that
+        # last a minute. The probe holds no lock. Only its duration counts: old engines do not know the question.
+        begun = time.monotonic()
+        self.native().send_probe(address)
+        if time.monotonic() - begun > MUTE_S:
+            return False
+        self._answered.add(address)
+        return True
+
+    def state(self, handle: int) -> RowState:
+        """Ask about one row; the engine frees the handle when it answers success or failure."""
+        match self.native().transfer_check_status(handle):
+            case 1:
+                return RowState.LANDED
+            case 0:
+                return RowState.PENDING
+            case _:
+                return RowState.FAILED
+
+    def destroy(self) -> bool:
+        """Drop the engine; whether its destructor has run, in this thread, to its end."""
+        self._native = None
+        if self._watch() is not None:
+            gc.collect()
+        return self._watch() is None
+
+    def abandon(self) -> None:
+        """Make the engine immortal in this process: its destructor would join threads that a fork does not have."""
+        if self._native is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._native))
+
+
+def _build_engine(host: str, protocol: str, device: str) -> _Engine:
+    module = _load_module()
+    flags = frozenset(name for name in dir(module) if name.startswith("SUPPORT_") and getattr(module, name))
+    with _environment(lambda environ: settings_for(protocol, Build(flags), environ)):
+        engine = _Engine(module.TransferEngine())
+        code = engine.native().initialize(host, "P2PHANDSHAKE", protocol, device)
+    try:
+        if code != 0:
+            raise TransportError(
+                TransportReason.ENGINE_FAULT, f"the engine refused to start on {host!r} with {protocol!r} (code {code})"
+            )
+        if protocol in DEVICE_PROTOCOLS:
+            check_devices(protocol, devices_of(engine.native().get_local_topology(device)), device)
+    except TransportError:
+        engine.destroy()
+        raise
+    return engine
+
+
+def _load_module() -> Any:
+    os.environ.update(missing_settings(os.environ))
+    try:
+        return importlib.import_module("mooncake.engine")
+    except ImportError as error:
+        raise import_fault(error) from error
+
+
+def import_fault(error: ImportError) -> TransportError:
+    """What to install, from the loader's complaint."""
+    if "libibverbs" in str(error):
+        advice = "the Mooncake engine needs libibverbs.so.1, also for TCP: install the Debian package libibverbs1"
+    elif isinstance(error, ModuleNotFoundError):
+        advice = (
+            "the Mooncake engine is not installed: pip install 'kvferry[mooncake]' "
+            "(or, on CUDA hosts, mooncake-transfer-engine)"
+        )
+    else:
+        advice = "the Mooncake engine cannot be loaded; a shared library that it needs is missing or does not fit"
+    return TransportError(TransportReason.UNAVAILABLE, f"{advice} ({error})")
+
+
+@contextlib.contextmanager
+def _environment(choose: Callable[[Mapping[str, str]], dict[str, str]]) -> Iterator[None]:
+    """Set variables for the time in which an engine reads them, then put back what was there."""
+    with _ENVIRONMENT:
+        settings = choose(os.environ)
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def _abandon_all() -> None:
+    for transport in list(_LIVE):
+        transport.abandon()
+
+
+def _close_all() -> None:
+    # A lane's thread that returns from the engine while the interpreter is being taken apart ends the process.
+    for transport in list(_LIVE):
+        with contextlib.suppress(TransportError):
+            transport.close(timeout_s=_EXIT_TIMEOUT_S)
+
+
+os.register_at_fork(after_in_child=_abandon_all)
+atexit.register(_close_all)
