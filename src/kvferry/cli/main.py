@@ -6,7 +6,10 @@ from collections.abc import Sequence
 import typer
 
 from kvferry import __version__
+from kvferry.cli.demo import demo_command
+from kvferry.cli.inspect import inspect_command
 from kvferry.cli.plan import plan_command
+from kvferry.cli.serve_router import serve_router
 
 app = typer.Typer(
     name="kvferry",
@@ -16,6 +19,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("plan")(plan_command)
+app.command("inspect")(inspect_command)
+app.command("demo")(demo_command)
+app.command("serve-router")(serve_router)
 
 
 @app.command("version")

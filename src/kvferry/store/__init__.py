@@ -1,0 +1,1 @@
+"""The store connector on Mooncake Store: not built yet, so this room has no door."""
