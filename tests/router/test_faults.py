@@ -128,12 +128,48 @@ def test_a_stream_that_breaks_off_ends_with_an_error_and_no_half_event(make_site
     assert site.get("/health").json()["decode"][0]["standing"] == "cooling"
 
 
+def test_a_prompt_whose_decode_failed_is_prefilled_elsewhere_though_that_engine_is_busier(make_site):
+    """The prefill engine may be the cause: a transfer that failed says nothing of which end did."""
+    site = make_site(prefills=2, rounds=2, patience=Patience(connect=1, prefill=3, decode=5))
+    for prefill in site.prefills:
+        prefill.mood.silent = True
+    site.decodes[0].mood.status = 500
+    waiting = threading.Thread(target=lambda: site.complete(prompt="slow"))
+    waiting.start()
+    wait_until(lambda: len(site.prefilled()) == 1, what="one engine is busy")
+    busy, idle = sorted(site.prefills, key=lambda prefill: -len(prefill.received))
+    busy.mood.silent = idle.mood.silent = False
+    site.complete(prompt="a")
+    assert [request.body["prompt"] for request in idle.received] == ["a"]
+    assert [request.body["prompt"] for request in busy.received] == ["slow", "a"]
+    waiting.join()
+
+
+def test_a_busy_decode_engine_is_not_asked_again_though_it_has_less_to_do(make_site):
+    site = make_site(decodes=2)
+    for decode in site.decodes:
+        decode.mood.silent_after = 1
+    body = {"model": "toy", "prompt": "open", "stream": True}
+    with site.client.stream("POST", "/v1/completions", json=body):
+        wait_until(lambda: len(site.decoded()) == 1, what="one engine is busy")
+        free, full = sorted(site.decodes, key=lambda decode: len(decode.received))
+        free.mood.status = 429
+        full.mood.silent_after = None
+        assert site.complete(prompt="a").status_code == 200
+    assert len(free.received) == 1
+    assert len(full.received) == 2
+
+
 def test_one_failing_piece_ends_the_batch_and_lets_the_others_go(make_site):
-    site = make_site()
+    site = make_site(decodes=[OpenAiEngine()])
     site.prefills[0].mood.status = 400
+    site.prefills[0].mood.only_for = "b"
+    site.decodes[0].mood.silent = True
     answer = site.complete(prompt=["a", "b", "c"], stream=True)
     assert answer.status_code == 400
-    wait_until(lambda: site.metric("kvferry_router_open_requests") == 0, what="all pieces have ended")
+    wait_until(lambda: site.metric("kvferry_router_open_requests") == 0, what="all pieces have ended", seconds=3)
+    assert len(site.decodes[0].left) == len(site.decodes[0].received)
+    assert site.metric('kvferry_router_requests_total{route="/v1/completions",status="400"}') == 1
 
 
 def test_a_client_that_leaves_while_a_prompt_is_computed_stops_it(make_site):

@@ -1,0 +1,140 @@
+"""What the router is told once, at its start: where the engines are and how patient to be with them.
+
+Addresses are checked here and nowhere else. A prefill engine has two: its OpenAI server and its bootstrap
+service, which says the engine id that decode must name. ``http://H:P,8998`` gives the bootstrap port on the
+same host; a full URL after the comma gives another host.
+"""
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from kvferry.errors import ConfigError, ConfigReason
+
+DEFAULT_BOOTSTRAP_PORT = 8998
+"""vLLM's own default (``VLLM_MOONCAKE_BOOTSTRAP_PORT``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """One prefill engine."""
+
+    url: str
+    """Base of its OpenAI server, without a trailing slash."""
+    bootstrap: str
+    """Base of its bootstrap service; decode engines are given this very string, so it must be reachable from them."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Prefill":
+        """Read ``URL[,BOOTSTRAP_PORT or BOOTSTRAP_URL]``.
+
+        >>> Prefill.parse("http://10.0.0.1:8100,9000")
+        Prefill(url='http://10.0.0.1:8100', bootstrap='http://10.0.0.1:9000')
+        """
+        address, _, bootstrap = text.partition(",")
+        url = _base_url(address, option="--prefill")
+        bootstrap = bootstrap.strip() or str(DEFAULT_BOOTSTRAP_PORT)
+        if "://" in bootstrap:
+            return cls(url, _base_url(bootstrap, option="--prefill"))
+        host = urlsplit(url).hostname or ""
+        host = f"[{host}]" if ":" in host else host
+        return cls(url, _base_url(f"http://{host}:{bootstrap}", option="--prefill"))
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """One decode engine."""
+
+    url: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Decode":
+        """Read ``URL``."""
+        return cls(_base_url(text, option="--decode"))
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds to wait before an engine counts as failed."""
+
+    connect: float = 2.0
+    prefill: float = 600.0
+    """Silence of a prefill engine: it answers only when the whole prompt is computed."""
+    decode: float = 600.0
+    """Silence of a decode engine, before its first byte and between two."""
+    control: float = 2.0
+    """The whole of a bootstrap query or of a release."""
+
+    def __post_init__(self) -> None:
+        for name in ("connect", "prefill", "decode", "control"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise _invalid(f"{name} timeout must be a positive number of seconds, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Cooldown:
+    """How long a failed engine is left alone: ``first`` seconds, doubled with each failure in a row up to
+    ``longest``."""
+
+    first: float = 1.0
+    longest: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first <= self.longest < float("inf"):
+            raise _invalid(f"cool-down needs 0 <= first <= longest, got {self.first} and {self.longest}")
+
+    def seconds(self, failures: int) -> float:
+        """The pause after that many failures in a row."""
+        return min(self.longest, self.first * 2.0 ** min(failures - 1, 30))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """Everything that the router is told."""
+
+    prefills: tuple[Prefill, ...]
+    decodes: tuple[Decode, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    patience: Patience = Patience()
+    cooldown: Cooldown = Cooldown()
+    rounds: int = 3
+    """How often one prompt may be prefilled, when decode fails before its first byte."""
+    directory_ttl: float = 5.0
+    """Seconds for which an engine id is believed. No engine restarts faster than this, so a stale id is not used."""
+    max_batch: int = 1024
+    """Most choices (prompts times ``n``) of one request; each becomes a pair of engine requests."""
+    decode_alone: bool = False
+    """Let a decode engine compute the prompt itself when every prefill engine failed, instead of an error."""
+
+    def __post_init__(self) -> None:
+        if not self.prefills or not self.decodes:
+            raise _invalid("at least one --prefill and one --decode are needed")
+        for urls in ([p.url for p in self.prefills], [d.url for d in self.decodes]):
+            if len(set(urls)) != len(urls):
+                raise _invalid(f"the same engine is given twice: {', '.join(urls)}")
+        if not 0 <= self.port <= 65535:
+            raise _invalid(f"port must be 0..65535, got {self.port}")
+        if self.rounds < 1 or self.max_batch < 1 or self.directory_ttl < 0:
+            raise _invalid(
+                "rounds and max_batch must be at least 1, directory_ttl at least 0; "
+                f"got {self.rounds}, {self.max_batch}, {self.directory_ttl}"
+            )
+
+
+def _base_url(text: str, *, option: str) -> str:
+    text = text.strip()
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise _invalid(f"{option} {text!r} is not a URL with a valid port") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise _invalid(f"{option} {text!r} must look like http://HOST:PORT")
+    if port == 0:
+        raise _invalid(f"{option} {text!r} has port 0")
+    return text.rstrip("/")
+
+
+def _invalid(message: str) -> ConfigError:
+    return ConfigError(ConfigReason.INVALID_VALUE, message)

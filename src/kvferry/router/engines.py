@@ -1,0 +1,143 @@
+"""Ask one engine once over HTTP. Foreign exceptions and statuses become ``UpstreamError`` or ``RefusedError`` here.
+
+A status of 500 and above, and 429, is a fault: another engine may do better. Any other status that is not a
+success is the engine's verdict on the request, and the client's answer.
+"""
+
+import socket
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager
+
+import httpx
+import msgspec
+
+from kvferry.router import events
+from kvferry.router.config import Patience
+from kvferry.router.faults import Answer, FaultReason, Headers, RefusedError, UpstreamError
+
+_KEEP_ALIVE = [
+    # A host that vanished is noticed in about 6 s also while it owes us an answer.
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+]
+
+
+def new_client() -> httpx.AsyncClient:
+    """The one HTTP client of a router. It ignores proxy settings of the environment: engines are near."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=3.0)
+    transport = httpx.AsyncHTTPTransport(limits=limits, socket_options=_KEEP_ALIVE)
+    return httpx.AsyncClient(transport=transport, trust_env=False, follow_redirects=False)
+
+
+class EngineStream:
+    """A successful answer that is read event by event."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._response = response
+        self.headers: Headers = tuple(response.headers.multi_items())
+        self.is_events = response.headers.get("content-type", "").startswith("text/event-stream")
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Whole events as they come; ends after ``[DONE]``, and a stream that stops before it is a fault."""
+        cutter = events.EventCutter()
+        with _faults(reached=True):
+            async for data in self._response.aiter_raw():
+                for event in cutter.feed(data):
+                    yield event
+                    if events.is_done(event):
+                        return
+        raise UpstreamError(FaultReason.LOST, "the stream ended without [DONE]", reached=True)
+
+    async def read(self) -> bytes:
+        """The whole body."""
+        with _faults(reached=True):
+            return await self._response.aread()
+
+    async def aclose(self) -> None:
+        """Hang up: an engine that is still generating stops."""
+        await self._response.aclose()
+
+
+class Engines:
+    """Asks engines, with the patience that the operator set."""
+
+    def __init__(self, client: httpx.AsyncClient, *, patience: Patience) -> None:
+        self._client = client
+        self._patience = patience
+
+    async def prefill(self, url: str, *, headers: Headers, body: Mapping[str, object]) -> Answer:
+        """The whole answer of a prefill engine."""
+        stream = await self._open(url, headers=headers, body=body, silence=self._patience.prefill)
+        try:
+            return Answer(200, await stream.read(), stream.headers)
+        finally:
+            await stream.aclose()
+
+    async def decode(self, url: str, *, headers: Headers, body: Mapping[str, object]) -> EngineStream:
+        """The begun answer of a decode engine; the caller closes it."""
+        return await self._open(url, headers=headers, body=body, silence=self._patience.decode)
+
+    async def get(self, url: str, *, headers: Headers = ()) -> Answer:
+        """A small answer of an engine or of a bootstrap service."""
+        with _faults(reached=False):
+            response = await self._client.get(url, headers=list(headers), timeout=self._patience.control)
+        return _checked(Answer(response.status_code, response.content, tuple(response.headers.multi_items())))
+
+    async def post_control(self, url: str, *, body: Mapping[str, object]) -> Answer:
+        """A small order to a bootstrap service."""
+        headers = {"content-type": "application/json"}
+        with _faults(reached=True):
+            response = await self._client.post(
+                url, content=msgspec.json.encode(body), headers=headers, timeout=self._patience.control
+            )
+        return _checked(Answer(response.status_code, response.content))
+
+    async def _open(self, url: str, *, headers: Headers, body: Mapping[str, object], silence: float) -> EngineStream:
+        timeout = httpx.Timeout(silence, connect=self._patience.connect)
+        request = self._client.build_request(
+            "POST", url, content=msgspec.json.encode(body), headers=list(headers), timeout=timeout
+        )
+        with _faults(reached=True):
+            response = await self._client.send(request, stream=True)
+        stream = EngineStream(response)
+        if 200 <= response.status_code < 300:
+            return stream
+        try:
+            answer = Answer(response.status_code, await stream.read(), stream.headers)
+        finally:
+            await stream.aclose()
+        raise verdict(answer)
+
+
+def verdict(answer: Answer) -> UpstreamError | RefusedError:
+    """What an answer that is no success means for the request."""
+    if answer.status == 429:
+        return UpstreamError(FaultReason.BUSY, "status 429", reached=True, answer=answer)
+    if answer.status >= 500:
+        return UpstreamError(FaultReason.FAILED, f"status {answer.status}", reached=True, answer=answer)
+    return RefusedError(answer)
+
+
+def _checked(answer: Answer) -> Answer:
+    if not answer.ok:
+        raise verdict(answer)
+    return answer
+
+
+@contextmanager
+def _faults(*, reached: bool) -> Iterator[None]:
+    """Map the client's exceptions. A connection that was never made has reached nobody."""
+    try:
+        yield
+    except (httpx.ConnectError, httpx.UnsupportedProtocol) as error:
+        raise UpstreamError(FaultReason.UNREACHABLE, type(error).__name__, reached=False) from error
+    except (httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+        raise UpstreamError(FaultReason.TIMED_OUT, type(error).__name__, reached=False) from error
+    except httpx.TimeoutException as error:
+        raise UpstreamError(FaultReason.TIMED_OUT, type(error).__name__, reached=reached) from error
+    except (httpx.HTTPError, httpx.StreamError) as error:
+        raise UpstreamError(FaultReason.LOST, type(error).__name__, reached=reached) from error
+    except events.EventTooLongError as error:
+        raise UpstreamError(FaultReason.MALFORMED, str(error), reached=reached) from error
