@@ -97,7 +97,7 @@ def test_cpu_keys_are_columns_of_the_kernel_block_and_values_rows(rows: int, ass
     assert covered(tuple(parts.values())) == list(range(3 * rows * 64))
 
 
-@pytest.mark.parametrize("kernel", ["amx", "neon", "rvv"])
+@pytest.mark.parametrize("kernel", ["amx", "neon", "rvv", "cpu"])
 def test_other_instruction_sets_are_opaque(kernel: str) -> None:
     (part,) = parts_of(page(backend="CPU_ATTN", kernel=kernel))
     assert [(a.name, a.start, a.count, a.total) for a in part.axes] == [("shard", 1, 1, 2), ("token", 0, 1, 1)]
@@ -128,12 +128,22 @@ def test_nvfp4_sides_hold_data_of_all_heads_then_scales_of_all_heads(covered) ->
     assert {p.name: p.tokens_per_row for p in parts} == {"k.data": 1, "k.scale": 8, "v.data": 1, "v.scale": 8}
 
 
-def test_nvfp4_in_another_order_is_opaque() -> None:
-    token_major = page(
-        backend="FLASHINFER", cache="nvfp4", slots=6, width=36, slot_stride=36, row_stride=6 * 36, itemsize=1,
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"slot_stride": 36, "row_stride": 6 * 36},
+        {"repacked": False},
+        {"slots": 3},
+        {"width": 40, "row_stride": 40, "slot_stride": 320},
+    ],
+)
+def test_nvfp4_in_another_order_is_opaque(changed: dict[str, object]) -> None:
+    described = page(
+        backend="FLASHINFER", cache="nvfp4", slots=6, width=36, slot_stride=8 * 36, row_stride=36, itemsize=1,
         repacked=True, key_size=64, value_size=64,
     )  # fmt: skip
-    (part,) = parts_of(token_major)
+    assert len(parts_of(described)) == 4
+    (part,) = parts_of(replace(described, **changed))  # type: ignore[arg-type]
     assert part.content.type.startswith("opaque:FLASHINFER:nvfp4:")
 
 

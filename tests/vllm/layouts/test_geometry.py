@@ -48,6 +48,16 @@ def test_rows_that_are_no_multiple_of_the_blocks_are_refused() -> None:
         paging_of(dense(100, 1, 64, 576), 40, layer="attn")
 
 
+def test_a_single_block_is_a_cache_too() -> None:
+    assert paging_of(dense(3, 1, 64, 576), 1, layer="attn") == Paging(1, 3 * 64 * 576, 3, 64 * 576)
+
+
+@pytest.mark.parametrize("blocks", [0, -1])
+def test_no_blocks_are_refused(blocks: int) -> None:
+    with pytest.raises(PlanError, match=f"not a multiple of {blocks} blocks"):
+        paging_of(dense(3, 1, 64, 576), blocks, layer="attn")
+
+
 def test_fewer_rows_than_blocks_are_refused() -> None:
     with pytest.raises(PlanError, match="0 tensor rows"):
         paging_of(dense(0, 1, 64, 576), 40, layer="attn")

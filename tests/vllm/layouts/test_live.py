@@ -53,7 +53,8 @@ def dumps_of(model: str, folder: Path, *, ranks: int = 1, **engine: object) -> l
     """Start a real engine with the probe, stop it, load what each rank left."""
     from kvferry.testing.engine_wire import EngineSpec
     from kvferry.testing.engines import start_engines
-    from kvferry.testing.models import MODELS, build_model
+    from kvferry.testing.model_recipes import MODELS
+    from kvferry.testing.models import build_model
 
     tiny = MODELS[model]
     spec = EngineSpec(
@@ -62,7 +63,7 @@ def dumps_of(model: str, folder: Path, *, ranks: int = 1, **engine: object) -> l
         dtype=tiny.dtype,
         custom_ops=tiny.custom_ops,
         num_blocks=40,
-        tensor_parallel=ranks,
+        engine_args={"tensor_parallel_size": ranks},
         max_model_len=512,
         kv_transfer={
             "kv_connector": "Probe",

@@ -135,6 +135,11 @@ def test_an_unknown_kind_is_one_opaque_state() -> None:
     assert [axis.name for axis in part.axes] == ["shard"]
 
 
+def test_the_narrowest_keys_are_one_channel_each() -> None:
+    parts = state_parts(spec("GDN_ATTN", [(3, 18), (4, 4, 2)]))
+    assert [box(p) for p in parts[:3]] == [(0, 1, 1), (0, 1, 1), (0, 16, 16)]
+
+
 def test_sections_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(ConfigError, match="33 channels are not queries and keys besides 16 of values"):
         state_parts(spec("GDN_ATTN", [(3, 33), (4, 4, 2)]))
