@@ -140,6 +140,7 @@ Bad.TestCase.settings = settings(
     max_examples=250,
     stateful_step_count=60,
     deadline=None,
+    report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 TestBad = Bad.TestCase

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.testing.comparison import FLOAT32_TOLERANCE, Prompt, compare_logprobs, judge, take_references
+from kvferry.testing.engine_forge import EngineForge
 from kvferry.testing.engine_wire import EngineSpec, Failed, Generate, Generation
 from kvferry.testing.engines import Engine, EngineError, start_engines
 from kvferry.testing.model_recipes import LFM2, QWEN3, TinyModel
@@ -45,15 +46,14 @@ def spec_of(name: str, model: TinyModel, folder: Path, block: int, kernel: int |
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    folder = tmp_path_factory.mktemp("engines")
+def engines(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, forge: EngineForge) -> Iterator[Engines]:
     specs = [
-        spec_of("whole", QWEN3, folder, 128, None),
-        spec_of("split", QWEN3, folder, 128, 32),
-        spec_of("hybrid", LFM2, folder, 128, None),
-        spec_of("hybrid-split", LFM2, folder, 768, 64),
+        spec_of("whole", QWEN3, model_folder, 128, None),
+        spec_of("split", QWEN3, model_folder, 128, 32),
+        spec_of("hybrid", LFM2, model_folder, 128, None),
+        spec_of("hybrid-split", LFM2, model_folder, 768, 64),
     ]
-    with start_engines(specs, logs=folder) as started:
+    with start_engines(specs, logs=tmp_path_factory.mktemp("engines"), forge=forge) as started:
         yield Engines(*started)
 
 
@@ -126,6 +126,15 @@ def test_references_are_stable_and_judge_another_engines_answers(engines: Engine
         assert not judge(references[1], swapped, single=engines.whole, exact=exact).equal
 
 
+def test_requests_at_once_do_not_clear_each_others_blocks(engines: Engines) -> None:
+    """Enough of them that a logical id, taken for a row, is a row of the first one's block."""
+    prompts = [Prompt(f"many-{n}", tuple(random_prompt(n, seed=2))) for n in range(600, 607)]
+    for reference in take_references(engines.hybrid_split, prompts):
+        assert reference.stable
+        answer = engines.hybrid.generate(reference.prompt.tokens, max_tokens=16, request_id=reference.prompt.name)
+        assert answer.tokens == reference.alone.tokens
+
+
 def test_an_aborted_request_gives_its_blocks_back(engines: Engines) -> None:
     engine = engines.split
     home = engine.inspect().free_blocks
@@ -157,6 +166,7 @@ def test_what_waits_for_a_killed_engine_is_told(engines: Engines) -> None:
 
 
 def test_an_engine_that_cannot_be_built_says_why(tmp_path: Path) -> None:
+    """Started as a process of its own, without the forge: that way must work too."""
     spec = EngineSpec(name="impossible", model=str(tmp_path), kernel_block=33)
     with pytest.raises(EngineError, match=r"multiple of 32 tokens, got 33; see .*impossible\.log"):
         with start_engines([spec], logs=tmp_path):

@@ -44,7 +44,7 @@ def test_two_sides_with_equal_digests_prove_a_transfer(tmp_path: Path) -> None:
     other = write(tmp_path / "d.jsonl", CONSUMER)
     transfer = wait_for_reports([one, other], ["t"], timeout=0.0)["t"]
     assert transfer.proven
-    assert (transfer.nbytes, transfer.descriptors, transfer.ms, transfer.tokens) == (4096, 3, 2.5, 300)
+    assert (transfer.nbytes, transfer.descriptors, transfer.ms, transfer.tokens) == (4096, 3, 1.5, 300)
 
 
 def test_one_file_may_hold_both_sides_and_every_pair_of_ranks(tmp_path: Path) -> None:

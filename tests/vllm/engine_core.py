@@ -14,7 +14,11 @@ import torch
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import (
@@ -152,11 +156,12 @@ def make_core(
     groups = [KVCacheGroupSpec([f"layer.{index}"], spec) for index, spec in enumerate(specs)]
     cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
     init_none_hash(sha256)
+    block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, config)
     scheduler = Scheduler(
         vllm_config=config,
         kv_cache_config=cache,
         structured_output_manager=StructuredOutputManager(config),
-        block_size=BLOCK,
-        hash_block_size=BLOCK,
+        block_size=block_size,
+        hash_block_size=hash_block_size,
     )
-    return Core(scheduler, get_request_block_hasher(BLOCK, sha256))
+    return Core(scheduler, get_request_block_hasher(hash_block_size, sha256))

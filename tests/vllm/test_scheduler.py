@@ -111,7 +111,7 @@ def test_a_prefill_without_transfer_id_is_not_published(model: Path) -> None:
 
 @pytest.mark.parametrize("extra", [core.state(), core.sliding_window(32)], ids=["state", "window"])
 def test_beside_full_attention_the_last_token_stays_with_the_decoder(model: Path, extra: Any) -> None:
-    engine = core.make_core(model, "kv_producer", core.full_attention(), extra)
+    engine = core.make_core(model, "kv_producer", core.full_attention(), extra, caching=False)
     request = engine.add("p", prompt(49), params=for_prefill(), max_tokens=5)
     assert request.num_prompt_tokens == 48
     engine.run()
@@ -123,7 +123,7 @@ def test_beside_full_attention_the_last_token_stays_with_the_decoder(model: Path
 
 
 def test_a_state_is_published_as_its_one_entry(model: Path) -> None:
-    engine = core.make_core(model, "kv_producer", core.full_attention(), core.state())
+    engine = core.make_core(model, "kv_producer", core.full_attention(), core.state(), caching=False)
     engine.add("p", prompt(49), params=for_prefill())
     engine.run()
     (publish,) = engine.schedule().orders
@@ -187,7 +187,7 @@ def test_a_full_hit_pulls_nothing_and_frees_the_producer(model: Path) -> None:
 
 
 def test_a_one_token_prompt_beside_a_state_is_computed_here(model: Path) -> None:
-    engine = core.make_core(model, "kv_consumer", core.full_attention(), core.state())
+    engine = core.make_core(model, "kv_consumer", core.full_attention(), core.state(), caching=False)
     engine.add("d", prompt(1), params=for_decode())
     assert engine.run() == (Release("t1", "d", SOURCE),)
 

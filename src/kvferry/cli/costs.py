@@ -11,17 +11,17 @@ from math import lcm
 
 import numpy as np
 
-from kvferry.cli.layers import Alike, alike, shape_of
-from kvferry.layout import Component, Placement
+from kvferry.cli.layers import Alike, shape_of
+from kvferry.layout import Binding, Component, Placement
 from kvferry.layout.records import LIMIT
-from kvferry.plan import BlockTable, Descriptors, PairPlan, Plan, TransferRequest
+from kvferry.plan import BlockTable, PairPlan, Plan, TransferRequest
 from kvferry.plan.assign import Move
 from kvferry.plan.boxes import Box
 from kvferry.plan.pair import ClassKey, ClassPlan, class_key
 from kvferry.plan.strands import Strand
 
-SPAN_LIMIT = 1 << 18
-"""Tokens that are measured at most."""
+RUNS_MEASURED = 1 << 20
+"""Runs past which one entry of the larger side is measured instead of the common edge of both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,53 +88,84 @@ class PairCost:
     state: Cost | None
 
 
-def costs_of(plan: Plan) -> tuple[PairCost, ...]:
-    """Every pair of the plan that has something to move."""
+def costs_of(plan: Plan, src: Sequence[Binding], dst: Sequence[Binding]) -> tuple[PairCost, ...]:
+    """Every pair of the plan that has something to move; ``src`` and ``dst`` are the workers' own bindings."""
     found = []
     for producer, consumer in plan.pairs():
         pair = plan.pair(producer, consumer)
-        if pair is not None:
-            found.append(_pair_cost(pair, plan.assignment.moves[producer, consumer], producer, consumer))
+        if pair is None:
+            continue
+        bench = _Bench(pair, src[producer], dst[consumer])
+        kinds = kinds_of(pair, plan.assignment.moves[producer, consumer])
+        classes = tuple(
+            ClassCost(one, tuple(k for k in kinds if k.key == one.key), bench.cost_of((one,))) for one in pair.classes
+        )
+        attention = tuple(one for one in pair.classes if one.key.kind == "attention")
+        state = tuple(one for one in pair.classes if one.key.kind == "state")
+        sums = (bench.cost_of(some) if some else None for some in (attention, state))
+        found.append(PairCost(producer, consumer, classes, *sums))
     return tuple(found)
 
 
-def _pair_cost(pair: PairPlan, moves: Sequence[Move], producer: int, consumer: int) -> PairCost:
-    kinds = kinds_of(pair, moves)
-    classes = tuple(
-        ClassCost(plan, tuple(k for k in kinds if k.key == plan.key), _measure(pair, (plan,))) for plan in pair.classes
-    )
-    by_kind = {kind: tuple(p for p in pair.classes if p.key.kind == kind) for kind in ("attention", "state")}
-    attention, state = (_measure(pair, plans) if plans else None for plans in by_kind.values())
-    return PairCost(producer, consumer, classes, attention, state)
+@dataclass(frozen=True, slots=True)
+class _Likeness:
+    """What moves of one kind have in common."""
+
+    src: Component
+    dst: Component
+    box: Box
+    key: ClassKey
 
 
 def kinds_of(pair: PairPlan, moves: Sequence[Move]) -> tuple[Kind, ...]:
     """The moves of a pair, equal ones together; in order of first appearance."""
-    sets: dict[tuple[object, ...], list[tuple[Component, Component, ClassKey, Strand]]] = {}
+    members: dict[_Likeness, list[tuple[Component, Component, Strand]]] = {}
     strands = {plan.key: iter(plan.strands) for plan in pair.classes}
     for move in moves:
         one, other = pair.producer.components[move.src], pair.consumer.components[move.dst]
         key = class_key(one, other, (pair.producer.groups[one.group], pair.consumer.groups[other.group]))
-        entry = (one, other, key, next(strands[key]))
-        sets.setdefault((shape_of(one), shape_of(other), move.box, key), []).append(entry)
-    boxes = [signature[2] for signature in sets]
-    kinds = []
-    for listed, box in zip(sets.values(), boxes, strict=True):
-        assert isinstance(box, tuple)  # noqa: S101  (the third part of the signature is the box)
-        src, dst = (Alike(tuple(entry[side] for entry in listed)) for side in (0, 1))  # type: ignore[misc]
-        kinds.append(Kind(src, dst, box, listed[0][2], listed[0][3]))
-    return tuple(kinds)
+        likeness = _Likeness(shape_of(one), shape_of(other), move.box, key)
+        members.setdefault(likeness, []).append((one, other, next(strands[key])))
+    return tuple(
+        Kind(Alike(tuple(m[0] for m in listed)), Alike(tuple(m[1] for m in listed)), like.box, like.key, listed[0][2])
+        for like, listed in members.items()
+    )
 
 
-def _measure(pair: PairPlan, classes: Sequence[ClassPlan]) -> Cost:
-    keys = [plan.key for plan in classes]
-    state = keys[0].kind == "state"
-    span = 1 if state else _span(keys)
-    unclipped = tuple(replace(p, key=replace(p.key, sliding_window=None, chunk=None)) for p in classes)
-    request = TransferRequest(
-        0, span, _tables(pair.producer, span, state=state), _tables(pair.consumer, span, state=state)
-    )
-    bound = PairPlan(pair.producer, pair.consumer, unclipped).bind(
-        request, src=_anywhere(pair.producer), dst=_anywhere(pair.consumer)
-    )
-    return Cost(0 if state else span, bound.count, bound.total_bytes, _smallest(bound))
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """One pair, to be measured."""
+
+    pair: PairPlan
+    src: Binding
+    dst: Binding
+
+    def cost_of(self, classes: Sequence[ClassPlan]) -> Cost:
+        """Bind ``classes``, all of one kind, to tables whose blocks lie apart."""
+        unclipped = tuple(replace(c, key=replace(c.key, sliding_window=None, chunk=None)) for c in classes)
+        tokens = 0 if classes[0].key.kind == "state" else _span(classes)
+        tables = (_tables(side, tokens) for side in (self.pair.producer, self.pair.consumer))
+        request = TransferRequest(0, max(tokens, 1), *tables)
+        bound = replace(self.pair, classes=unclipped).bind(request, src=self.src, dst=self.dst)
+        smallest = int(bound.nbytes.min()) if bound.count else 0
+        return Cost(tokens, bound.count, bound.total_bytes, smallest)
+
+
+def _span(classes: Sequence[ClassPlan]) -> int:
+    """Tokens after which the entries of both sides meet, or so many that the difference does not matter."""
+    entries = {side.entry_tokens for c in classes for side in (c.key.src, c.key.dst)}
+    once, meeting = max(entries), lcm(*entries)
+    runs = sum(c.full.count * meeting // c.key.unit_tokens for c in classes)
+    return meeting if runs <= RUNS_MEASURED else once
+
+
+def _tables(placement: Placement, tokens: int) -> tuple[BlockTable, ...]:
+    """A table for each group; without tokens, one block for each state."""
+    tables = []
+    for number, group in enumerate(placement.groups):
+        entries = -(-tokens // group.entry_tokens) if group.kind == "attention" else int(not tokens)
+        stride = max((c.block_stride for c in placement.components if c.group == number), default=1)
+        # Every second block, so that no two touch; wrapped where ids would leave int64.
+        ids = np.arange(entries, dtype=np.int64) * 2 % max(1, LIMIT // (4 * stride))
+        tables.append(BlockTable(ids, np.ones(entries, dtype=np.bool_), 0))
+    return tuple(tables)

@@ -10,12 +10,13 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from kvferry.cli.block_picture import BlockRange, draw_blocks
+from kvferry.cli.block_picture import BLOCKS_DRAWN, BlockRange, draw_blocks
 from kvferry.cli.inspection import LayoutReport, StorageReport, report_of
 from kvferry.cli.output import console, write_picture
 from kvferry.cli.plan import MAX_FILE_MB, FileLimit
 from kvferry.cli.refusal import refusing
 from kvferry.cli.sides import read_worker
+from kvferry.layout import Layout
 
 REGIONS_SHOWN = 8
 
@@ -33,6 +34,7 @@ def inspect_command(
         worker = read_worker(layout, FileLimit(max_file_mb))
         report = report_of(worker)
     if svg is not None:
+        _check_drawable(chosen, worker.layout)
         write_picture(svg, draw_blocks(worker.layout, chosen))
     if as_json:
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
@@ -45,6 +47,14 @@ def _range(words: str) -> BlockRange:
     if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) < int(first):
         raise typer.BadParameter(f"{words!r} is neither a block number nor A-B with A <= B", param_hint="--blocks")
     return BlockRange(int(first), int(last or first))
+
+
+def _check_drawable(chosen: BlockRange, layout: Layout) -> None:
+    blocks = max((c.num_blocks for c in layout.components), default=0)
+    if chosen.last >= blocks:
+        raise typer.BadParameter(f"block {chosen.last}, but the layout has {blocks:,}", param_hint="--blocks")
+    if chosen.count > BLOCKS_DRAWN:
+        raise typer.BadParameter(f"{chosen.count} blocks, at most {BLOCKS_DRAWN} are drawn", param_hint="--blocks")
 
 
 def _show(report: LayoutReport, path: Path) -> None:

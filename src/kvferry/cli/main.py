@@ -6,7 +6,9 @@ from collections.abc import Sequence
 import typer
 
 from kvferry import __version__
+from kvferry.cli.check import check_command
 from kvferry.cli.demo import demo_command
+from kvferry.cli.explain import explain_command
 from kvferry.cli.inspect import inspect_command
 from kvferry.cli.plan import plan_command
 from kvferry.cli.serve_router import serve_router
@@ -20,6 +22,8 @@ app = typer.Typer(
 )
 app.command("plan")(plan_command)
 app.command("inspect")(inspect_command)
+app.command("check")(check_command)
+app.command("explain")(explain_command)
 app.command("demo")(demo_command)
 app.command("serve-router")(serve_router)
 

@@ -16,6 +16,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.cli.output import write_picture
+from kvferry.cli.plan_picture import draw_plan
+from kvferry.cli.plan_scene import Scene
 from kvferry.errors import PlanError, PlanReason
 from kvferry.layout import BoundLayout, bind_layout, parse_layout
 from kvferry.plan import (
@@ -153,6 +156,7 @@ def plan_command(
     consumer: Annotated[list[Path], typer.Option(help="Layout file of a consumer rank; repeat, or list several.")],
     request: Annotated[Path, typer.Option(help="Request file: token range and block tables.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Draw pages and the runs between them into this file.")] = None,
     max_descriptors: Annotated[int, typer.Option(min=0, help="Refuse a plan of more descriptors.")] = MAX_DESCRIPTORS,
     max_file_mb: Annotated[int, typer.Option(min=1, help="Refuse a larger input file.")] = MAX_FILE_MB,
 ) -> None:
@@ -165,6 +169,10 @@ def plan_command(
     except PlanError as error:
         sys.stderr.write(json.dumps({"error": {"reason": error.reason.value, "message": error.message}}) + "\n")
         raise typer.Exit(REFUSED) from error
+    if svg is not None:
+        moved = {(t.producer, t.consumer): t.descriptors for t in planned.transfers}
+        names = [path.name for path in producer], [path.name for path in consumer]
+        write_picture(svg, draw_plan(Scene(planned.plan, (sides[0], sides[1]), names, wanted, moved)))
     if as_json:
         sys.stdout.write(msgspec.json.encode(plan_object(planned)).decode() + "\n")
     else:

@@ -105,7 +105,7 @@ def classes_of(src: Placement, dst: Placement, moves: Sequence[Move]) -> tuple[C
     for move in moves:
         one, other = src.placed[move.src], dst.placed[move.dst]
         groups = (src.groups[one.component.group], dst.groups[other.component.group])
-        key = _key(one.component, other.component, groups)
+        key = class_key(one.component, other.component, groups)
         strands.setdefault(key, []).append(_strand(one, other, move.box, key))
     return tuple(ClassPlan(key, tuple(listed), rows_of(listed, 0, key.unit_rows)) for key, listed in strands.items())
 
@@ -129,7 +129,8 @@ def _pieces(component: Component) -> _Pieces:
     return _Pieces(token.count, component.page_stride, row_stride)
 
 
-def _key(one: Component, other: Component, groups: tuple[Group, Group]) -> ClassKey:
+def class_key(one: Component, other: Component, groups: tuple[Group, Group]) -> ClassKey:
+    """The class of a producer's and a consumer's component, and with it the largest unit uniform on both sides."""
     src_group, dst_group = groups
     if src_group.kind == "state":
         sides = [SideOfClass(c.group, g.block_tokens, c.block_stride, None, ONE_PLACE)

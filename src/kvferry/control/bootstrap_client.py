@@ -1,0 +1,117 @@
+"""Asking a bootstrap service, ours or upstream's: register a rank, find an engine.
+
+Proxies of the environment are not used: these are addresses inside a cluster. Answers are bounded and checked; what
+does not answer is *lost* (worth asking again), what answers wrongly is *malformed* (not worth it).
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Final
+
+import httpx
+import msgspec
+
+from kvferry.control.directory import EngineCard, EngineEntry, Registration
+from kvferry.control.sockets import check_endpoint
+from kvferry.errors import ProtocolReason, RemoteProtocolError
+from kvferry.ids import EngineId
+
+MAX_ANSWER: Final = 16 << 20
+RETRY_PAUSE: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class FoundEngine:
+    """One engine as a bootstrap service lists it."""
+
+    engine_id: EngineId
+    dp_rank: int
+    addresses: tuple[str, ...]
+    """Of its ranks, in rank order: pipeline rank times tensor size plus tensor rank."""
+
+    tp_size: int
+    pp_size: int
+    card: EngineCard | None
+    """``None``: upstream's, or a service that drops what it does not know; only a hello tells which."""
+
+
+class BootstrapClient:
+    """Speaks to any number of services. Made, used and closed on one event loop."""
+
+    def __init__(self, *, timeout: float = 5.0) -> None:
+        self._http = httpx.AsyncClient(timeout=timeout, trust_env=False)
+
+    async def register(self, url: str, one: Registration, *, patience: float = 30.0) -> None:
+        """Register a rank, trying again while the service is not up yet; raises :class:`RemoteProtocolError`."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + patience
+        while True:
+            try:
+                status, body = await self._call("POST", f"{url}/register", msgspec.json.encode(one))
+            except RemoteProtocolError:
+                if loop.time() > until:
+                    raise
+                await asyncio.sleep(RETRY_PAUSE)
+                continue
+            if status != httpx.codes.OK:
+                said = body[:200].decode(errors="replace")
+                raise RemoteProtocolError(
+                    ProtocolReason.INCOMPATIBLE_PEER, f"{url} refuses the registration: {status} {said}"
+                )
+            return
+
+    async def query(self, url: str) -> tuple[FoundEngine, ...]:
+        """The engines that a service lists; raises :class:`RemoteProtocolError`."""
+        status, body = await self._call("GET", f"{url}/query", None)
+        if status != httpx.codes.OK:
+            raise RemoteProtocolError(ProtocolReason.MALFORMED, f"{url}/query answers {status}")
+        try:
+            entries = msgspec.json.decode(body, type=dict[int, EngineEntry])
+        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+            raise RemoteProtocolError(ProtocolReason.MALFORMED, f"{url}/query answers something else") from error
+        return tuple(_found(dp_rank, entry) for dp_rank, entry in sorted(entries.items()))
+
+    async def find(self, url: str, engine: EngineId) -> FoundEngine:
+        """One engine; ``PEER_LOST`` when the service does not answer, or does not list it (yet)."""
+        for found in await self.query(url):
+            if found.engine_id == engine:
+                return found
+        raise RemoteProtocolError(ProtocolReason.PEER_LOST, f"engine {engine} is not registered at {url}")
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _call(self, method: str, url: str, body: bytes | None) -> tuple[int, bytes]:
+        headers = {"content-type": "application/json"} if body is not None else {}
+        answer = bytearray()
+        try:
+            async with self._http.stream(method, url, content=body, headers=headers) as response:
+                async for chunk in response.aiter_bytes():
+                    answer += chunk
+                    if len(answer) > MAX_ANSWER:
+                        raise RemoteProtocolError(ProtocolReason.LIMIT_EXCEEDED, f"{url} answers without end")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise RemoteProtocolError(
+                ProtocolReason.PEER_LOST, f"no answer from {url}: {type(error).__name__}"
+            ) from error
+        return response.status_code, bytes(answer)
+
+
+def _found(dp_rank: int, entry: EngineEntry) -> FoundEngine:
+    tp_size = len(entry.worker_addr)
+    stages = {len(stage) for stage in entry.worker_addr.values()}
+    card = entry.kvferry
+    try:
+        (pp_size,) = stages
+        addresses = tuple(
+            check_endpoint(entry.worker_addr[tp_rank][pp_rank])
+            for pp_rank in range(pp_size)
+            for tp_rank in range(tp_size)
+        )
+    except (ValueError, KeyError) as error:
+        raise RemoteProtocolError(
+            ProtocolReason.MALFORMED, f"the ranks of engine {entry.engine_id} are not a grid"
+        ) from error
+    if card is not None and (card.tp_size, card.pp_size, len(card.ranks)) != (tp_size, pp_size, tp_size * pp_size):
+        raise RemoteProtocolError(ProtocolReason.MALFORMED, f"engine {entry.engine_id} contradicts its own size")
+    return FoundEngine(EngineId(entry.engine_id), dp_rank, addresses, tp_size, pp_size, card)

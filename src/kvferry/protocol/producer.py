@@ -1,0 +1,600 @@
+"""The producer's machine: blocks that wait to be sent, who is owed them, and who may still be reading them.
+
+Three kinds of record. A *lease* is one transfer, a *pull* is one message of a consumer rank, a *write* is what one
+request of one pull is owed; the tables in ``tables`` say how leases and writes move. What holds at all times:
+
+* A lease ends once, by done, failed, aborted or expired, at the latest at its deadline plus the time that the writes
+  under way then need to settle (``write_timeout`` + ``stop_timeout`` + the fence). Its blocks are released once, when
+  it has ended and none of its writes is writing, stopping or in doubt.
+* No write starts unless its lease is published, and at most one ever for each (transfer, consumer rank): a pull that
+  comes again, by a retry or a duplicating network, is refused, and not before the first is quiet.
+* Every request of a pull is named in exactly one answer, as ok or err, and not before its write is quiet, because an
+  upstream consumer frees its blocks on either word. Until then the pull is kept alive by empty answers.
+* A lease is done when as many ranks of one side as that side expects have been served; errors do not count, ranks
+  that gave up do, but then it is not done but aborted or failed.
+* A transfer that is over stays over: late pulls are told how it ended, and it is not published again.
+* Pulls may come before the scheduler speaks of a transfer. Such strangers are bounded in number and in time, and
+  nothing that is known waits for them.
+
+A failed write is *in doubt* until its completion, or an engine destroyed, proves it quiet.
+"""
+
+from collections import Counter, OrderedDict
+from typing import assert_never
+
+from kvferry.errors import LocalProtocolError, ProtocolReason
+from kvferry.ids import TransferId
+from kvferry.protocol.invariants import holds
+from kvferry.protocol.producer_events import (
+    Announced,
+    Answer,
+    CancelWrite,
+    ConsumerLost,
+    Failure,
+    LeaseEnded,
+    PeerAborted,
+    ProducerAction,
+    ProducerClosing,
+    ProducerEvent,
+    ProducerTick,
+    ProveQuiet,
+    Published,
+    PullArrived,
+    PulledRequest,
+    Quieted,
+    ReleaseOrdered,
+    SourceReleased,
+    StartWrite,
+    Withdrawn,
+    WriteDone,
+    WriteFailed,
+)
+from kvferry.protocol.producer_records import (
+    KeepAliveDue,
+    Lease,
+    LeaseDue,
+    ProducerLimits,
+    PullRecord,
+    TimerKey,
+    Write,
+    WriteDue,
+)
+from kvferry.protocol.story import Entry, Story
+from kvferry.protocol.tables import (
+    LEASE_ENDED,
+    LEASE_TABLE,
+    WRITE_MOVING,
+    WRITE_TABLE,
+    LeaseState,
+    LeaseStep,
+    WriteState,
+    WriteStep,
+)
+from kvferry.protocol.timers import Timers
+from kvferry.protocol.values import DONE, Fate, Outcome, Puller, PullId, Ticket, WriteId
+
+_FATES = {
+    LeaseState.FAILED: Fate.FAILED,
+    LeaseState.ABORTED: Fate.ABORTED,
+    LeaseState.EXPIRED: Fate.EXPIRED,
+}
+_REASONS = {LeaseStep.WITHDRAW: ProtocolReason.ABORTED, LeaseStep.TIME_OUT: ProtocolReason.EXPIRED}
+
+
+class Producer:
+    """One producer rank. Feed events in the order in which they happen; carry out the actions in order."""
+
+    def __init__(self, limits: ProducerLimits | None = None, story: Story | None = None) -> None:
+        self.limits = limits or ProducerLimits()
+        self.story = story or Story()
+        self._leases: dict[TransferId, Lease] = {}
+        self._pulls: dict[PullId, PullRecord] = {}
+        self._writes: dict[WriteId, Write] = {}
+        self._strangers: Counter[Puller] = Counter()
+        self._remembered: OrderedDict[TransferId, ProtocolReason] = OrderedDict()
+        self._timers: Timers[TimerKey] = Timers()
+        self._closing = False
+        self._now = 0.0
+        self._actions: list[ProducerAction] = []
+        self._told: dict[TransferId, list[str]] = {}
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When to feed the next ``ProducerTick``."""
+        return self._timers.next
+
+    @property
+    def held(self) -> tuple[Ticket, ...]:
+        """Tickets whose blocks are held."""
+        return tuple(lease.ticket for lease in self._leases.values() if lease.ticket is not None)
+
+    def ticket_of(self, transfer: TransferId) -> Ticket | None:
+        """The ticket whose blocks are held for a transfer."""
+        lease = self._leases.get(transfer)
+        return lease.ticket if lease else None
+
+    @property
+    def in_doubt(self) -> tuple[WriteId, ...]:
+        """Writes of which it is not known whether they still move bytes."""
+        return tuple(write.id for write in self._writes.values() if write.state is WriteState.IN_DOUBT)
+
+    @property
+    def open_pulls(self) -> int:
+        """Pulls that have not had their last answer."""
+        return len(self._pulls)
+
+    def handle(self, event: ProducerEvent, now: float) -> tuple[ProducerAction, ...]:
+        """Take in one event; what must now be done, in order."""
+        self._now, self._actions, self._told = now, [], {}
+        self._dispatch(event)
+        for transfer, actions in self._told.items():
+            lease = self._leases.get(transfer)
+            state = lease.state.value if lease else ""
+            self.story.add(transfer, Entry(now, type(event).__name__, state, tuple(actions)))
+        return tuple(self._actions)
+
+    def _dispatch(self, event: ProducerEvent) -> None:
+        match event:
+            case PullArrived():
+                self._pull_arrived(event)
+            case Published():
+                self._published(event)
+            case Announced():
+                self._announced(event)
+            case Withdrawn():
+                self._withdrawn(event.transfer)
+            case ReleaseOrdered():
+                for transfer in event.transfers:
+                    self._release_ordered(transfer)
+            case WriteDone():
+                self._write_ended(event.write, WriteStep.COMPLETE)
+            case WriteFailed():
+                self._write_failed(event)
+            case Quieted():
+                for write in event.writes:
+                    self._write_ended(write, WriteStep.QUIET)
+            case PeerAborted():
+                self._peer_aborted(event)
+            case ConsumerLost():
+                for pull in event.pulls:
+                    self._consumer_lost(pull)
+            case ProducerClosing():
+                self._close()
+            case ProducerTick():
+                self._tick()
+            case _:
+                assert_never(event)
+
+    # ------------------------------------------------------------------------------------------- the scheduler
+
+    def _announced(self, event: Announced) -> None:
+        lease = self._leases.get(event.transfer)
+        if lease is None:
+            full = len(self._leases) >= self.limits.leases
+            if event.transfer in self._remembered or self._closing or full:
+                return
+            lease = self._new_lease(event.transfer, event.deadline)
+        if self._step_lease(lease, LeaseStep.ANNOUNCE):
+            self._set_deadline(lease, event.deadline)
+            self._note(event.transfer, "noted")
+
+    def _published(self, event: Published) -> None:
+        lease = self._leases.get(event.transfer)
+        if lease is not None and lease.ticket is not None:
+            if lease.ticket != event.ticket:
+                self._give_back(event, ProtocolReason.DUPLICATE_TRANSFER)
+            return
+        if lease is None:
+            refusal = self._no_room(event.transfer)
+            if refusal is not None:
+                self._give_back(event, refusal)
+                return
+            lease = self._new_lease(event.transfer, event.deadline)
+        self._step_lease(lease, LeaseStep.PUBLISH)
+        lease.ticket, lease.tokens, lease.tables = event.ticket, event.tokens, event.tables
+        self._set_deadline(lease, event.deadline)
+        self._note(event.transfer, "published")
+        for write in [self._writes[one] for one in lease.writes]:
+            if lease.state is LeaseState.PUBLISHED:
+                self._start(lease, write)
+        self._review(lease)
+
+    def _no_room(self, transfer: TransferId) -> ProtocolReason | None:
+        """Why a transfer may not begin now. One that is over has been answered for, and does not begin again."""
+        if self._closing:
+            return ProtocolReason.ABORTED
+        ended = self._remembered.get(transfer)
+        if ended is not None:
+            served = ended is ProtocolReason.UNKNOWN_TRANSFER
+            return ProtocolReason.DUPLICATE_TRANSFER if served else ended
+        return ProtocolReason.LIMIT_EXCEEDED if len(self._leases) >= self.limits.leases else None
+
+    def _give_back(self, event: Published, reason: ProtocolReason) -> None:
+        fates = {ProtocolReason.ABORTED: Fate.ABORTED, ProtocolReason.EXPIRED: Fate.EXPIRED}
+        fate = fates.get(reason, Fate.FAILED)
+        self._emit(event.transfer, LeaseEnded(event.transfer, event.ticket, Outcome(fate, reason)))
+        self._emit(event.transfer, SourceReleased(event.transfer, event.ticket))
+
+    def _withdrawn(self, transfer: TransferId) -> None:
+        lease = self._leases.get(transfer)
+        if lease is not None:
+            self._end(lease, LeaseStep.WITHDRAW)
+        elif transfer not in self._remembered:
+            self._remember(transfer, ProtocolReason.ABORTED)
+
+    def _release_ordered(self, transfer: TransferId) -> None:
+        lease = self._leases.get(transfer)
+        if lease is None:
+            if transfer not in self._remembered:
+                self._remember(transfer, ProtocolReason.ABORTED)
+        elif lease.state not in LEASE_ENDED:
+            lease.due, lease.overdue = LeaseStep.WITHDRAW, True
+            self._review(lease)
+
+    # ------------------------------------------------------------------------------------------------ the peers
+
+    def _pull_arrived(self, event: PullArrived) -> None:
+        if event.pull in self._pulls or event.expected < 1:
+            raise LocalProtocolError(
+                ProtocolReason.MALFORMED, f"pull {event.pull} given twice, or expecting {event.expected} ranks"
+            )
+        requests = {one.request: one for one in event.requests}
+        if len(requests) != len(event.requests) or not requests:
+            raise LocalProtocolError(ProtocolReason.MALFORMED, f"pull {event.pull} repeats a request, or has none")
+        if self._closing or len(self._pulls) >= self.limits.pulls:
+            reason = ProtocolReason.ABORTED if self._closing else ProtocolReason.LIMIT_EXCEEDED
+            self._actions.append(Answer(event.pull, err=tuple(Failure(name, reason) for name in requests), finish=True))
+            return
+        record = self._pulls[event.pull] = PullRecord(event.pull)
+        for one in event.requests:
+            record.unnamed[WriteId(event.pull, one.request)] = None
+        self._timers.set(KeepAliveDue(event.pull), self._now + self.limits.keep_alive)
+        for one in event.requests:
+            self._request_arrived(event, one)
+
+    def _request_arrived(self, event: PullArrived, wanted: PulledRequest) -> None:
+        write = Write(WriteId(event.pull, wanted.request), wanted, event.puller)
+        lease, refusal = self._lease_for(event, wanted.transfer)
+        if lease is None or refusal is not None:
+            self._note(wanted.transfer, f"refused {refusal}")
+            self._name(write, Failure(wanted.request, refusal or ProtocolReason.UNKNOWN_TRANSFER))
+            return
+        lease.expected[event.puller.side] = event.expected
+        write.behind = self._first_of(lease, event.puller)
+        self._writes[write.id] = write
+        lease.writes[write.id] = None
+        if write.behind is not None:
+            write.failure = Failure(wanted.request, ProtocolReason.DUPLICATE_TRANSFER)
+            self._note(wanted.transfer, "repeats a pull")
+        elif lease.state is LeaseState.PUBLISHED:
+            self._timers.set(LeaseDue(lease.transfer), lease.deadline)
+            self._start(lease, write)
+            self._review(lease)
+        else:
+            self._note(wanted.transfer, "waits")
+
+    def _lease_for(self, event: PullArrived, transfer: TransferId) -> tuple[Lease | None, ProtocolReason | None]:
+        """The lease that a pull may draw on, or why it may not."""
+        lease = self._leases.get(transfer)
+        if lease is None:
+            ended = self._remembered.get(transfer)
+            if ended is not None:
+                return None, ended
+            lease = self._new_stranger(transfer, event.puller)
+            return lease, None if lease else ProtocolReason.LIMIT_EXCEEDED
+        return lease, self._refusal(lease, event)
+
+    def _refusal(self, lease: Lease, event: PullArrived) -> ProtocolReason | None:
+        side, rank = event.puller.side, event.puller.rank
+        if self._first_of(lease, event.puller) is not None:
+            return None  # answered after the first
+        if lease.state in LEASE_ENDED or lease.overdue:
+            return lease.reason or ProtocolReason.UNKNOWN_TRANSFER
+        if rank in lease.given_up.get(side, ()):
+            return ProtocolReason.ABORTED
+        if event.puller in lease.tried:
+            return ProtocolReason.DUPLICATE_TRANSFER
+        if lease.expected.get(side, event.expected) != event.expected:
+            return ProtocolReason.INCOMPATIBLE_PEER
+        if lease.pullers() + len(lease.writes) >= self.limits.pullers:
+            return ProtocolReason.LIMIT_EXCEEDED
+        return None
+
+    def _first_of(self, lease: Lease, puller: Puller) -> WriteId | None:
+        """The write of this rank that is not over."""
+        return next((one for one in lease.writes if self._writes[one].puller == puller), None)
+
+    def _peer_aborted(self, event: PeerAborted) -> None:
+        if event.transfer in self._remembered and event.transfer not in self._leases:
+            return
+        lease = self._leases.get(event.transfer) or self._new_stranger(event.transfer, event.puller)
+        if lease is None or lease.state in LEASE_ENDED:
+            return
+        side, rank = event.puller.side, event.puller.rank
+        if rank in lease.served.get(side, ()) or rank in lease.given_up.get(side, ()):
+            return
+        if lease.pullers() >= self.limits.pullers:
+            return
+        lease.expected.setdefault(side, event.expected)
+        lease.given_up.setdefault(side, set()).add(rank)
+        lease.peer_failed = lease.peer_failed or event.failed
+        self._note(event.transfer, "peer gave up")
+        for write in [self._writes[one] for one in lease.writes]:
+            if write.puller == event.puller:
+                self._give_up(write, ProtocolReason.ABORTED)
+        self._review(lease)
+
+    def _consumer_lost(self, pull: PullId) -> None:
+        record = self._pulls.get(pull)
+        if record is None:
+            return
+        for write in [self._writes[one] for one in record.unnamed]:
+            lease = self._leases[write.wanted.transfer]
+            if lease.state is LeaseState.PUBLISHED:
+                grace = self._now + self.limits.lost_grace
+                self._timers.set(LeaseDue(lease.transfer), min(lease.deadline, grace))
+            self._give_up(write, ProtocolReason.PEER_LOST)
+
+    # ----------------------------------------------------------------------------------------------- the writes
+
+    def _start(self, lease: Lease, write: Write) -> None:
+        if write.behind is not None:
+            return
+        lease.tried.add(write.puller)
+        if write.wanted.release:
+            self._write_ended(write.id, WriteStep.COUNT)
+            return
+        if self._step_write(write, WriteStep.START):
+            self._timers.set(WriteDue(write.id), self._now + self.limits.write_timeout)
+            start = StartWrite(write.id, lease.transfer, lease.tokens, lease.tables, write.wanted)
+            self._emit(lease.transfer, start)
+
+    def _write_failed(self, event: WriteFailed) -> None:
+        write = self._writes.get(event.write)
+        if write is None or write.state not in WRITE_MOVING:
+            return
+        write.failure = write.failure or Failure(write.id.request, event.reason, event.detail)
+        if event.quiet:
+            self._write_ended(write.id, WriteStep.FAIL)
+        elif self._step_write(write, WriteStep.DOUBT):
+            self._enter_doubt(write)
+
+    def _give_up(self, write: Write, reason: ProtocolReason) -> None:
+        """Nobody wants this write any more: refuse it if it has not begun, else stop it."""
+        if write.behind is not None:
+            return
+        if write.state is WriteState.WAITING:
+            write.failure = Failure(write.id.request, reason)
+            self._write_ended(write.id, WriteStep.REFUSE)
+        elif self._step_write(write, WriteStep.STOP):
+            self._enter_stopping(write, reason)
+
+    def _enter_stopping(self, write: Write, reason: ProtocolReason) -> None:
+        write.failure = Failure(write.id.request, reason)
+        self._timers.set(WriteDue(write.id), self._now + self.limits.stop_timeout)
+        self._emit(write.wanted.transfer, CancelWrite(write.id))
+        self._emit(write.wanted.transfer, Answer(write.id.pull, failed=(write.failure,)))
+
+    def _enter_doubt(self, write: Write) -> None:
+        wait = 0.0 if self._closing else self.limits.fence_after
+        self._timers.set(WriteDue(write.id), self._now + wait)
+        if write.failure is not None:
+            self._emit(write.wanted.transfer, Answer(write.id.pull, failed=(write.failure,)))
+
+    def _write_ended(self, key: WriteId, step: WriteStep) -> None:
+        """A write is over and quiet: name it, count it, see what that means for its lease."""
+        write = self._writes.get(key)
+        if write is None or not self._step_write(write, step):
+            return
+        lease = self._leases[write.wanted.transfer]
+        self._timers.cancel(WriteDue(key))
+        del self._writes[key]
+        del lease.writes[key]
+        if write.state is WriteState.SERVED:
+            lease.served.setdefault(write.puller.side, set()).add(write.puller.rank)
+            self._name(write, None)
+        else:
+            self._name(write, write.failure or Failure(key.request, ProtocolReason.TRANSPORT_FAILED))
+        for other in [one for one in lease.writes if self._writes[one].behind == key]:
+            self._write_ended(other, WriteStep.REFUSE)
+        self._review(lease)
+
+    def _name(self, write: Write, failure: Failure | None) -> None:
+        """Name a request of a pull, once; with the last one the pull is finished."""
+        record = self._pulls[write.id.pull]
+        del record.unnamed[write.id]
+        finish = not record.unnamed
+        if finish:
+            del self._pulls[record.id]
+            self._timers.cancel(KeepAliveDue(record.id))
+        else:
+            self._timers.set(KeepAliveDue(record.id), self._now + self.limits.keep_alive)
+        ok = () if failure else (write.id.request,)
+        err = (failure,) if failure else ()
+        self._emit(write.wanted.transfer, Answer(record.id, ok=ok, err=err, finish=finish))
+
+    # ----------------------------------------------------------------------------------------------- the leases
+
+    def _new_lease(self, transfer: TransferId, deadline: float) -> Lease:
+        lease = self._leases[transfer] = Lease(transfer)
+        self._set_deadline(lease, deadline)
+        return lease
+
+    def _new_stranger(self, transfer: TransferId, puller: Puller) -> Lease | None:
+        mine = self._strangers[puller]
+        if mine >= self.limits.strangers_per_peer or self._strangers.total() >= self.limits.strangers:
+            return None
+        lease = self._new_lease(transfer, self._now + self.limits.stranger_wait)
+        lease.stranger_of = puller
+        self._strangers[puller] += 1
+        return lease
+
+    def _set_deadline(self, lease: Lease, deadline: float) -> None:
+        lease.deadline = deadline
+        self._timers.set(LeaseDue(lease.transfer), deadline)
+
+    def _review(self, lease: Lease) -> None:
+        """See whether a lease is complete, overdue, or over and quiet."""
+        if self._leases.get(lease.transfer) is not lease:
+            return
+        if lease.state is LeaseState.PUBLISHED:
+            step = lease.settled()
+            if step is not None:
+                self._end(lease, step)
+                return
+        if lease.state not in LEASE_ENDED and lease.overdue and not self._moving(lease):
+            self._end(lease, lease.due)
+        elif lease.state in LEASE_ENDED and not lease.writes:
+            self._drop(lease)
+
+    def _moving(self, lease: Lease) -> bool:
+        return any(self._writes[write].state in WRITE_MOVING for write in lease.writes)
+
+    def _end(self, lease: Lease, step: LeaseStep, reason: ProtocolReason | None = None) -> None:
+        if not self._step_lease(lease, step):
+            return
+        self._timers.cancel(LeaseDue(lease.transfer))
+        if step is not LeaseStep.COMPLETE:
+            lease.reason = reason or _REASONS.get(step, ProtocolReason.PEER_FAILED)
+        if lease.ticket is not None:
+            outcome = Outcome(_FATES[lease.state], lease.reason) if lease.reason else DONE
+            self._emit(lease.transfer, LeaseEnded(lease.transfer, lease.ticket, outcome))
+        for write in [self._writes[one] for one in lease.writes]:
+            if lease.reason is not None or write.state is WriteState.WAITING:
+                self._give_up(write, lease.reason or ProtocolReason.UNKNOWN_TRANSFER)
+        self._review(lease)
+
+    def _drop(self, lease: Lease) -> None:
+        """The lease is over and nothing reads its blocks."""
+        del self._leases[lease.transfer]
+        self._remember(lease.transfer, lease.reason or ProtocolReason.UNKNOWN_TRANSFER)
+        if lease.ticket is not None:
+            self._emit(lease.transfer, SourceReleased(lease.transfer, lease.ticket))
+
+    def _remember(self, transfer: TransferId, reason: ProtocolReason) -> None:
+        self._remembered[transfer] = reason
+        if len(self._remembered) > self.limits.remembered:
+            self._remembered.popitem(last=False)
+
+    # -------------------------------------------------------------------------------------------- time, closing
+
+    def _tick(self) -> None:
+        doubtful = False
+        while (key := self._timers.pop_due(self._now)) is not None:
+            match key:
+                case LeaseDue():
+                    self._lease_due(self._leases[key.transfer])
+                case KeepAliveDue():
+                    self._timers.set(key, self._now + self.limits.keep_alive)
+                    self._actions.append(Answer(key.pull))
+                case WriteDue():
+                    doubtful = self._write_due(self._writes[key.write]) or doubtful
+                case _:
+                    assert_never(key)
+        if doubtful:
+            self._ask_for_proof()
+
+    def _lease_due(self, lease: Lease) -> None:
+        lease.overdue = True
+        self._note(lease.transfer, "due")
+        self._review(lease)
+
+    def _write_due(self, write: Write) -> bool:
+        """A write has been in its state for too long. True when its doubt now needs a proof."""
+        if write.state is WriteState.IN_DOUBT:
+            return True
+        if self._step_write(write, WriteStep.TIME_OUT):
+            if write.state is WriteState.STOPPING:
+                self._enter_stopping(write, ProtocolReason.TRANSPORT_FAILED)
+            else:
+                self._enter_doubt(write)
+        return False
+
+    def _ask_for_proof(self) -> None:
+        """Ask once for all that is in doubt: whatever proves one quiet, an engine destroyed, proves all."""
+        for key in self.in_doubt:
+            self._timers.set(WriteDue(key), self._now + self.limits.fence_after)
+            self._note(self._writes[key].wanted.transfer, "proof asked for")
+        self._actions.append(ProveQuiet(self.in_doubt))
+
+    def _close(self) -> None:
+        self._closing = True
+        for lease in list(self._leases.values()):
+            self._end(lease, LeaseStep.FAIL, ProtocolReason.ABORTED)
+        for key in self.in_doubt:
+            self._timers.set(WriteDue(key), self._now)
+
+    # ------------------------------------------------------------------------------------------------- the rest
+
+    def _step_lease(self, lease: Lease, step: LeaseStep) -> bool:
+        after = LEASE_TABLE.get((lease.state, step))
+        if after is None:
+            return False
+        lease.state = after
+        if lease.stranger_of is not None:
+            self._strangers[lease.stranger_of] -= 1
+            if not self._strangers[lease.stranger_of]:
+                del self._strangers[lease.stranger_of]
+            lease.stranger_of = None
+        self._told.setdefault(lease.transfer, [])
+        return True
+
+    def _step_write(self, write: Write, step: WriteStep) -> bool:
+        after = WRITE_TABLE.get((write.state, step))
+        if after is None:
+            return False
+        write.state = after
+        return True
+
+    def _emit(self, transfer: TransferId, action: ProducerAction) -> None:
+        self._actions.append(action)
+        self._note(transfer, _word(action))
+
+    def _note(self, transfer: TransferId, word: str) -> None:
+        self._told.setdefault(transfer, []).append(word)
+
+    def check_invariants(self) -> None:
+        """What holds between any two events; for tests. Raises ``AssertionError``."""
+        for lease in self._leases.values():
+            self._check_lease(lease)
+        for write in self._writes.values():
+            holds(write.id in self._leases[write.wanted.transfer].writes, "a write is its lease's")
+            holds(write.id in self._pulls[write.id.pull].unnamed, "a write is not named yet")
+            waits = write.state is WriteState.WAITING
+            holds(waits != (WriteDue(write.id) in self._timers), "a write that moves has a deadline")
+        unnamed = sum(len(record.unnamed) for record in self._pulls.values())
+        holds(unnamed == len(self._writes), "what is not named has a write")
+        for pull, record in self._pulls.items():
+            holds(bool(record.unnamed) and KeepAliveDue(pull) in self._timers, "an open pull is kept alive")
+        strangers = Counter(one.stranger_of for one in self._leases.values() if one.stranger_of)
+        holds(self._strangers == strangers, "strangers are counted")
+        holds(len(self._pulls) <= self.limits.pulls, "pulls are bounded")
+        holds(strangers.total() <= self.limits.strangers, "strangers are bounded")
+        holds(len(self._leases) <= self.limits.leases + self.limits.strangers, "leases are bounded")
+        holds(len(self._remembered) <= self.limits.remembered, "memory is bounded")
+        holds(len(self._timers) <= len(self._leases) + len(self._pulls) + len(self._writes), "no stray timer")
+
+    def _check_lease(self, lease: Lease) -> None:
+        ended, published = lease.state in LEASE_ENDED, lease.state is LeaseState.PUBLISHED
+        states = [self._writes[one].state for one in lease.writes if self._writes[one].behind is None]
+        firsts = [self._writes[one].behind for one in lease.writes]
+        holds(all(one is None or one in lease.writes for one in firsts), "a repeated pull waits for a live one")
+        holds(not ended or bool(states), "a lease that is over is kept only for its writes")
+        holds(ended or lease.overdue or LeaseDue(lease.transfer) in self._timers, "a lease has a deadline")
+        holds(lease.ticket is not None or not published, "a published lease has blocks")
+        holds((lease.stranger_of is not None) == (lease.state is LeaseState.AWAITED), "strangers are awaited")
+        waiting = [state is WriteState.WAITING for state in states]
+        holds(not (ended or published) or not any(waiting), "no write waits for what is there or over")
+        holds(ended or published or all(waiting), "no write begins before its blocks are there")
+
+
+def _word(action: ProducerAction) -> str:
+    match action:
+        case Answer():
+            kind = "finish" if action.finish else "go on"
+            reasons = [one.reason.value for one in (*action.err, *action.failed)]
+            return " ".join([f"answer {action.pull}: {kind}", *(["ok"] if action.ok else []), *reasons])
+        case LeaseEnded():
+            return f"ended {action.outcome.fate.value} {action.outcome.reason or ''}".rstrip()
+        case _:
+            return type(action).__name__

@@ -1,0 +1,27 @@
+"""Where the pure rooms meet I/O: a producer and a consumer for one worker, each a thread with a loop.
+
+Glossary: *local* is this worker, *remote* a producer as a consumer knows it; a *pump* drives a machine; the *sender*
+has the one engine that writes, the *receivers* one engine for each life of each producer; a *course* is a transfer as
+the consumer's driver sees it; the *journal* says what became of transfers.
+
+Needs no vLLM: whatever owns memory with a layout can be a producer or a consumer.
+"""
+
+from kvferry.runtime.consumer import Fetch
+from kvferry.runtime.options import Bootstrap, RuntimeOptions, Timing, TransportFactory
+from kvferry.runtime.producer import Publication
+from kvferry.runtime.service import ConsumerRuntime, ProducerRuntime
+from kvferry.runtime.sides import Local, new_epoch
+
+__all__ = [
+    "Bootstrap",
+    "ConsumerRuntime",
+    "Fetch",
+    "Local",
+    "ProducerRuntime",
+    "Publication",
+    "RuntimeOptions",
+    "Timing",
+    "TransportFactory",
+    "new_epoch",
+]

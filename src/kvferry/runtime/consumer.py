@@ -1,0 +1,362 @@
+"""The consumer side of one worker: asks producers to write into this worker's memory, and says when they have.
+
+One thread with one loop owns everything; the embedding engine's thread hands in *fetch*, *release* and *cancel*, and
+takes out what ended and which tickets are quiet. The fate of a fetch and its blocks are separate: the fate is told at
+once, the blocks when nothing can be written into them any more.
+
+A fetch goes: its producer is found and its layouts fetched once (:mod:`kvferry.runtime.producers`), the plan between
+the two engines compiled once, a receive engine made once for each life of each producer; then one pull goes to every
+producer rank that the plan pairs with this one.
+"""
+
+import logging
+import queue
+import time
+from dataclasses import dataclass, field
+from typing import Protocol, assert_never
+
+from kvferry.errors import FerryError, ProtocolReason, RemoteProtocolError, TransportError
+from kvferry.ids import Incarnation, RequestId, TransferId
+from kvferry.plan import Plan
+from kvferry.protocol import (
+    Consumer,
+    ConsumerAction,
+    ConsumerClosing,
+    ConsumerEvent,
+    ConsumerTick,
+    DestinationReleased,
+    FenceDone,
+    FenceFailed,
+    FenceProducer,
+    FetchAborted,
+    FetchEnded,
+    FetchRequested,
+    ForgetProducer,
+    ForgetPull,
+    ProducerLost,
+    PullExtension,
+    PullFailed,
+    PullKey,
+    ReleaseRequested,
+    ReplyArrived,
+    Resolve,
+    SendAbort,
+    SendPull,
+    Source,
+    SourceRefused,
+    SourceResolved,
+    Span,
+    Table,
+    Target,
+    Ticket,
+    decode_reply,
+    encode,
+)
+from kvferry.runtime.journal import ConsumerJournal, Fetched
+from kvferry.runtime.loop import LoopThread
+from kvferry.runtime.options import RuntimeOptions
+from kvferry.runtime.pairing import pulls_expected, targets_of
+from kvferry.runtime.plans import Plans
+from kvferry.runtime.producers import Finder, Producers, RemoteEngine, refusal_of
+from kvferry.runtime.pulling import Pulled, PullMaker
+from kvferry.runtime.pump import Pump
+from kvferry.runtime.receivers import Receivers
+from kvferry.runtime.sending import label_of
+from kvferry.runtime.sides import Local
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Positions that this rank wants, and the blocks that they go to."""
+
+    ticket: Ticket
+    """Reported once its blocks may be used again."""
+    request: RequestId
+    transfer: TransferId
+    source: Source
+    span: Span
+    tables: tuple[Table, ...]
+
+
+class Wires(Protocol):
+    """Connections to producer ranks (:class:`kvferry.control.Links`)."""
+
+    def pull(self, key: PullKey, address: str, data: bytes, *, number: int | None) -> None:
+        """Send a pull; replies to it and a loss of its connection are told by its key."""
+
+    def note(self, address: str, data: bytes) -> None:
+        """Send a message that has no answer of its own."""
+
+    def forget(self, key: PullKey) -> None:
+        """Nothing more is expected for this pull."""
+
+
+@dataclass(slots=True)
+class _Course:
+    """How far one transfer has come on this side."""
+
+    pulled: Pulled
+    ticket: Ticket | None
+    """``None``: no blocks are held for it (any more), the producer is only told that it is not needed."""
+    began: float
+    resolving: bool = True
+    engine: RemoteEngine | None = None
+    plan: Plan | None = None
+    open: set[int] = field(default_factory=set)
+    """Producer ranks whose pulls are not over."""
+    sent: float | None = None
+
+
+class ConsumerCore:
+    """All of a consumer that lives on its loop."""
+
+    def __init__(
+        self,
+        local: Local,
+        thread: LoopThread,
+        options: RuntimeOptions,
+        *,
+        finder: Finder,
+        journal: ConsumerJournal,
+    ) -> None:
+        self._local = local
+        self._thread = thread
+        self._receivers = Receivers(options.make_transport, local.regions)
+        self._finder = finder
+        self._maker = PullMaker(local, options.host)
+        self._timing = options.timing
+        self._journal = journal
+        self._plans = Plans(local.placements)
+        self._producers = Producers(finder, options.timing)
+        self._links: Wires | None = None
+        self._courses: dict[TransferId, _Course] = {}
+        self._pump: Pump[ConsumerEvent, ConsumerAction] = Pump(
+            Consumer(), self._perform, tick=ConsumerTick(), loop=thread.loop
+        )
+        self.ended: queue.SimpleQueue[FetchEnded] = queue.SimpleQueue()
+        self.quiet: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
+
+    @property
+    def open_pulls(self) -> tuple[PullKey, ...]:
+        """Pulls that are not over."""
+        return tuple(
+            PullKey(transfer, rank) for transfer, course in self._courses.items() for rank in sorted(course.open)
+        )
+
+    def attach(self, links: Wires) -> None:
+        """Connections can be made from now on."""
+        self._links = links
+
+    def feed(self, event: ConsumerEvent) -> None:
+        """Hand an event to the machine."""
+        self._pump.feed(event)
+
+    # -- from the embedding engine ---------------------------------------------------------------------------
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Fetch positions into blocks."""
+        pulled = Pulled(fetch.request, fetch.transfer, fetch.span, fetch.tables)
+        # A transfer id that is used again while the first is alive is refused by the machine; the first goes on.
+        self._courses.setdefault(fetch.transfer, _Course(pulled, fetch.ticket, time.perf_counter()))
+        self.feed(
+            FetchRequested(
+                transfer=fetch.transfer,
+                request=fetch.request,
+                ticket=fetch.ticket,
+                source=fetch.source,
+                span=fetch.span,
+                groups=len(fetch.tables),
+                deadline=time.monotonic() + self._timing.pull,
+                blocks=sum(block is not None for table in fetch.tables for block in table.blocks),
+            )
+        )
+
+    def release(self, transfer: TransferId, request: RequestId, source: Source) -> None:
+        """Nothing is wanted of this transfer; its producer should know."""
+        groups = len(self._local.placement.groups)
+        empty = tuple(Table(first_token=0, blocks=()) for _ in range(groups))
+        pulled = Pulled(request, transfer, Span(0, 0), empty)
+        self._courses.setdefault(transfer, _Course(pulled, None, time.perf_counter()))
+        deadline = time.monotonic() + self._timing.orphan
+        self.feed(ReleaseRequested(transfer, request, source, deadline))
+
+    def cancel(self, ticket: Ticket) -> None:
+        """The request of this fetch is gone."""
+        self.feed(FetchAborted(ticket))
+
+    def closing(self) -> None:
+        """Everything ends now."""
+        self.feed(ConsumerClosing())
+        self._pump.stop()
+
+    async def close(self) -> None:
+        """Destroy the receive engines."""
+        await self._receivers.close()
+
+    # -- from the network ------------------------------------------------------------------------------------
+
+    def on_reply(self, pull: PullKey, data: bytes) -> None:
+        """A producer rank answered."""
+        try:
+            reply = decode_reply(data)
+        except RemoteProtocolError as error:
+            logger.warning("transfer %s: an unreadable reply of rank %d: %s", pull.transfer, pull.rank, error)
+            self.feed(PullFailed(pull, error.reason, quiet=False, detail=error.message))
+            return
+        self.feed(ReplyArrived(pull, reply))
+
+    def on_lost(self, pull: PullKey) -> None:
+        """The connection of a pull is gone or silent: its producer is suspected."""
+        course = self._courses.get(pull.transfer)
+        if course is not None and course.engine is not None:
+            self.feed(ProducerLost(course.engine.incarnation))
+
+    # -- what the machine asks for ---------------------------------------------------------------------------
+
+    def _perform(self, action: ConsumerAction) -> None:
+        match action:
+            case Resolve():
+                self._thread.spawn(self._resolve(action))
+            case SendPull():
+                self._send_pull(action)
+            case SendAbort():
+                self._send_abort(action)
+            case ForgetPull():
+                self._forget_pull(action.key)
+            case ForgetProducer():
+                self._producers.forget(action.producer)
+            case FenceProducer():
+                self._thread.spawn(self._fence(action.producer))
+            case FetchEnded():
+                self._end(action)
+            case DestinationReleased():
+                self._released(action)
+            case _:
+                assert_never(action)
+
+    async def _resolve(self, action: Resolve) -> None:
+        try:
+            engine = await self._producers.find(action.source)
+            plan = await self._plan_with(engine)
+            targets = targets_of(plan, self._local.index)
+            for rank in targets:
+                await self._receive_from(engine, rank)
+        except FerryError as error:
+            self._resolved(action.transfer)
+            self.feed(SourceRefused(action.transfer, refusal_of(error), error.message))
+            return
+        if (course := self._courses.get(action.transfer)) is not None:
+            course.engine, course.plan = engine, plan
+            course.open = set(targets)
+            course.resolving = False
+        chosen = tuple(Target(rank, release=not wanted) for rank, wanted in targets.items())
+        self.feed(SourceResolved(action.transfer, engine.incarnation, upstream=False, targets=chosen))
+
+    async def _receive_from(self, engine: RemoteEngine, rank: int) -> None:
+        peer = engine.ranks[rank]
+        receiver = await self._receivers.of(engine.incarnation, peer.transport_address)
+        if receiver.name != peer.transport:
+            raise RemoteProtocolError(
+                ProtocolReason.INCOMPATIBLE_PEER,
+                f"producer {engine.incarnation} sends over {peer.transport!r}, this consumer receives over "
+                f"{receiver.name!r}",
+            )
+
+    async def _plan_with(self, engine: RemoteEngine) -> Plan:
+        if engine.model != self._local.model:
+            raise RemoteProtocolError(
+                ProtocolReason.INCOMPATIBLE_PEER,
+                f"producer {engine.incarnation} serves model {engine.model!r}, this is {self._local.model!r}",
+            )
+        if missing := self._plans.missing(engine.fingerprints):
+            for fingerprint, encoded in (await self._finder.placements(engine.ranks[0], missing)).items():
+                self._plans.learn(fingerprint, encoded)
+        return self._plans.between(engine.fingerprints, self._local.side().fingerprints)
+
+    def _send_pull(self, action: SendPull) -> None:
+        course = self._courses[action.key.transfer]
+        receiver = self._receivers.now_of(action.producer)
+        if course.engine is None or receiver is None or self._links is None:
+            said = "its receive engine was destroyed before the pull was sent"
+            self.feed(PullFailed(action.key, ProtocolReason.PEER_LOST, quiet=True, detail=said))
+            return
+        pulled = _emptied(course.pulled) if action.release else course.pulled
+        rank = action.key.rank
+        message = self._maker.pull(pulled, course.engine, rank, receiver=receiver, inline=action.inline_layouts)
+        course.sent = course.sent or time.perf_counter()
+        number = message.kvferry.pull if isinstance(message.kvferry, PullExtension) else None
+        self._links.pull(action.key, course.engine.ranks[rank].address, encode(message), number=number)
+        if course.ticket is None:
+            self._journal.released(pulled.transfer, pulled.request, action.producer, rank)
+
+    def _send_abort(self, action: SendAbort) -> None:
+        course = self._courses.get(action.key.transfer)
+        if course is None or course.engine is None or course.plan is None or self._links is None:
+            return
+        expected = pulls_expected(course.plan, action.key.rank)
+        note = self._maker.abort(action.key.transfer, expected=expected, failed=action.failed)
+        self._links.note(course.engine.ranks[action.key.rank].address, encode(note))
+
+    async def _fence(self, producer: Incarnation) -> None:
+        try:
+            await self._receivers.fence(producer)
+        except TransportError as error:
+            logger.warning("no fence for %s yet, its blocks stay held: %s", producer, error)
+            self.feed(FenceFailed(producer))
+            return
+        self.feed(FenceDone(producer))
+
+    def _forget_pull(self, key: PullKey) -> None:
+        if self._links is not None:
+            self._links.forget(key)
+        if (course := self._courses.get(key.transfer)) is not None:
+            course.open.discard(key.rank)
+            self._drop_idle(key.transfer)
+
+    def _drop_idle(self, transfer: TransferId) -> None:
+        """Forget a course that holds no blocks, once nothing of it is under way."""
+        course = self._courses.get(transfer)
+        if course is not None and course.ticket is None and not course.open and not course.resolving:
+            del self._courses[transfer]
+
+    def _resolved(self, transfer: TransferId) -> None:
+        if (course := self._courses.get(transfer)) is not None:
+            course.resolving = False
+            self._drop_idle(transfer)
+
+    def _released(self, action: DestinationReleased) -> None:
+        course = self._courses.get(action.transfer)
+        if course is not None and course.ticket == action.ticket:
+            course.ticket = None
+            self._drop_idle(action.transfer)
+        self.quiet.put(action.ticket)
+
+    def _end(self, ended: FetchEnded) -> None:
+        course = self._courses.get(ended.transfer)
+        if course is not None and course.ticket == ended.ticket:
+            self._journal.fetched(self._fetched(course, ended))
+        self.ended.put(ended)
+
+    def _fetched(self, course: _Course, ended: FetchEnded) -> Fetched:
+        now = time.perf_counter()
+        sent = course.sent or now
+        engine, plan = course.engine, course.plan
+        receiver = self._receivers.now_of(engine.incarnation) if engine else None
+        wanted = targets_of(plan, self._local.index) if plan else {}
+        return Fetched(
+            ended=ended,
+            producer=engine.incarnation if engine else None,
+            sources={rank: plan.producers[rank] for rank, bytes_ in wanted.items() if bytes_} if plan else {},
+            span=course.pulled.span,
+            tables=course.pulled.tables,
+            resolve_ms=(sent - course.began) * 1e3,
+            wait_ms=(now - sent) * 1e3,
+            transport=label_of(receiver) if receiver else "no transport",
+        )
+
+
+def _emptied(pulled: Pulled) -> Pulled:
+    empty = tuple(Table(first_token=0, blocks=()) for _ in pulled.tables)
+    return Pulled(pulled.request, pulled.transfer, Span(pulled.span.start, pulled.span.start), empty)

@@ -1,0 +1,210 @@
+"""What a runtime says about its transfers: one INFO line each, and the transfer report where one is wanted.
+
+The report is written at the one place where a pair's end is known and its memory has not gone back yet, so that its
+digest is that of the bytes that were moved. The INFO line sums up all pairs of a transfer on this rank.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvferry.ids import Incarnation, RequestId, TransferId
+from kvferry.layout import Placement
+from kvferry.plan import BlockTable, TransferRequest
+from kvferry.protocol import Fate, FetchEnded, LeaseEnded, Outcome, PulledRequest, Span, Table
+from kvferry.runtime.admission import Admitted
+from kvferry.runtime.binding import block_tables
+from kvferry.runtime.digest import PageDigest, page_digest
+from kvferry.runtime.report import Line, Report
+from kvferry.runtime.sending import Sent
+from kvferry.runtime.sides import Local
+
+logger = logging.getLogger("kvferry.transfer")
+
+
+@dataclass(slots=True)
+class _Totals:
+    """What the pairs of one transfer came to."""
+
+    ranks: int = 0
+    nbytes: int = 0
+    descriptors: int = 0
+    bind_ms: float = 0.0
+    write_ms: float = 0.0
+    transport: str = "no transport"
+
+
+class ProducerJournal:
+    """The lines of a producer rank."""
+
+    def __init__(self, local: Local, report: Report | None) -> None:
+        self._local = local
+        self._report = report
+        self._requests: dict[TransferId, RequestId] = {}
+        self._totals: dict[TransferId, _Totals] = {}
+
+    def published(self, transfer: TransferId, request: RequestId) -> None:
+        """Remember what the local engine calls this transfer's request."""
+        self._requests[transfer] = request
+
+    def sent(self, sent: Sent) -> None:
+        """One pair has ended; its memory has not gone back yet."""
+        totals = self._totals.setdefault(sent.transfer, _Totals())
+        totals.ranks += 1
+        totals.nbytes += sent.nbytes
+        totals.descriptors += sent.descriptors
+        totals.bind_ms += sent.bind_ms
+        totals.write_ms += sent.write_ms
+        totals.transport = sent.transport
+        if self._report is None:
+            return
+        digest = self._digest(sent) if sent.failure is None else None
+        status = Fate.DONE if sent.failure is None else Fate.FAILED
+        line = self._line(sent.admitted, sent.transfer, Span(sent.request.start, sent.request.stop))
+        self._report.write(
+            line.with_end(
+                status=status.value,
+                reason=sent.failure,
+                bytes=sent.nbytes,
+                descriptors=sent.descriptors,
+                ms=sent.write_ms,
+                transport=sent.transport,
+                digest=digest.digest if digest else None,
+                pages=digest.pages if digest else 0,
+            )
+        )
+
+    def released(self, admitted: Admitted, request: PulledRequest) -> None:
+        """A consumer rank wants nothing of this transfer."""
+        if self._report is not None:
+            line = self._line(admitted, request.transfer, request.span or Span(0, 0))
+            self._report.write(line.with_end(status=Fate.DONE.value, bytes=0, descriptors=0))
+
+    def lease_ended(self, ended: LeaseEnded) -> None:
+        """All pairs of a transfer have ended."""
+        totals = self._totals.pop(ended.transfer, None) or _Totals()
+        self._requests.pop(ended.transfer, None)
+        logger.info(
+            "transfer %s: %s as producer: %d bytes in %d descriptors to %d rank(s) over %s, bind %.1f ms, "
+            "write %.1f ms",
+            ended.transfer,
+            said(ended.outcome),
+            totals.nbytes,
+            totals.descriptors,
+            totals.ranks,
+            totals.transport,
+            totals.bind_ms,
+            totals.write_ms,
+        )
+
+    def _digest(self, sent: Sent) -> PageDigest | None:
+        extension = sent.admitted.extension
+        consumer = sent.admitted.plan.consumers[extension.consumer.index]
+        return page_digest(self._local.placement, consumer, sent.request, side="producer", binding=self._local.binding)
+
+    def _line(self, admitted: Admitted, transfer: TransferId, span: Span) -> Line:
+        return Line(
+            transfer_id=transfer,
+            request_id=self._requests.get(transfer, RequestId("")),
+            side="producer",
+            engine_id=self._local.incarnation.engine_id,
+            peer_engine_id=admitted.extension.consumer.engine_id,
+            producer_rank=self._local.index,
+            consumer_rank=admitted.consumer,
+            start=span.start,
+            stop=span.stop,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What a consumer knows of a transfer that has ended."""
+
+    ended: FetchEnded
+    producer: Incarnation | None
+    """``None`` when the producer was never found."""
+    sources: Mapping[int, Placement]
+    """Placements of the producer ranks that were pulled from for bytes, by rank."""
+    span: Span
+    tables: tuple[Table, ...]
+    resolve_ms: float
+    """From the order to the pulls."""
+    wait_ms: float
+    """From the pulls to the end."""
+    transport: str
+
+
+class ConsumerJournal:
+    """The lines of a consumer rank."""
+
+    def __init__(self, local: Local, report: Report | None) -> None:
+        self._local = local
+        self._report = report
+
+    def fetched(self, fetched: Fetched) -> None:
+        """A transfer has ended; the request that it is for has not gone on yet."""
+        ended = fetched.ended
+        if self._report is not None:
+            for rank, placement in fetched.sources.items():
+                self._report.write(self._line(fetched, rank, placement))
+        logger.info(
+            "transfer %s: %s as consumer: positions %d to %d from %s, %d rank(s), over %s, resolve %.1f ms, "
+            "wait %.1f ms",
+            ended.transfer,
+            said(ended.outcome),
+            fetched.span.start,
+            fetched.span.stop,
+            fetched.producer or "nobody",
+            len(fetched.sources),
+            fetched.transport,
+            fetched.resolve_ms,
+            fetched.wait_ms,
+        )
+
+    def released(self, transfer: TransferId, request: RequestId, producer: Incarnation, rank: int) -> None:
+        """Nothing was wanted of this transfer, and a producer rank was told so."""
+        if self._report is not None:
+            line = self._blank(transfer, request, producer.engine_id, rank, Span(0, 0))
+            self._report.write(line.with_end(status=Fate.DONE.value, bytes=0, descriptors=0))
+
+    def _line(self, fetched: Fetched, rank: int, placement: Placement) -> Line:
+        ended = fetched.ended
+        digest = self._digest(fetched, placement) if ended.outcome.fate is Fate.DONE else None
+        peer = fetched.producer.engine_id if fetched.producer else ""
+        return self._blank(ended.transfer, ended.request, peer, rank, fetched.span).with_end(
+            status=ended.outcome.fate.value,
+            reason=None if ended.outcome.fate is Fate.DONE else said(ended.outcome),
+            ms=fetched.wait_ms,
+            transport=fetched.transport,
+            digest=digest.digest if digest else None,
+            pages=digest.pages if digest else 0,
+        )
+
+    def _digest(self, fetched: Fetched, placement: Placement) -> PageDigest | None:
+        # Only the producer's shapes are used on this side, not its tables.
+        nothing = tuple(BlockTable.empty() for _ in placement.groups)
+        tables = block_tables(fetched.tables)
+        request = TransferRequest(fetched.span.start, fetched.span.stop, nothing, tables)
+        here = self._local
+        return page_digest(placement, here.placement, request, side="consumer", binding=here.binding)
+
+    def _blank(self, transfer: TransferId, request: RequestId, peer: str, rank: int, span: Span) -> Line:
+        return Line(
+            transfer_id=transfer,
+            request_id=request,
+            side="consumer",
+            engine_id=self._local.incarnation.engine_id,
+            peer_engine_id=peer,
+            producer_rank=rank,
+            consumer_rank=self._local.index,
+            start=span.start,
+            stop=span.stop,
+        )
+
+
+def said(outcome: Outcome) -> str:
+    """An outcome in words."""
+    if outcome.reason is None:
+        return outcome.fate.value
+    detail = f": {outcome.detail}" if outcome.detail else ""
+    return f"{outcome.fate.value} ({outcome.reason.value}{detail})"

@@ -1,0 +1,266 @@
+"""The producer side of one worker: answers pulls by writing published caches into the consumers' memory.
+
+One thread with one loop owns everything: the listener's messages, the machine (:mod:`kvferry.protocol`), the engine
+and the writes under way. The embedding engine's thread only hands in *expect*, *publish* and *withdraw* and takes out
+the tickets whose blocks are quiet; it never waits.
+
+A pull goes: decoded, admitted (:mod:`kvferry.runtime.admission`), told to the machine; the machine answers with writes
+to start once the transfer is published, and with replies. The order of things that makes a digest meaningful is kept
+here: it is taken after the last byte was written and before the machine hears of that, hence before blocks go back.
+"""
+
+import itertools
+import logging
+import queue
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, assert_never
+
+from kvferry.errors import PlanError, RemoteProtocolError
+from kvferry.ids import RequestId, TransferId
+from kvferry.protocol import (
+    VERSION,
+    AbortNotice,
+    Announced,
+    Answer,
+    CancelWrite,
+    ConsumerLost,
+    Hello,
+    LayoutAnswer,
+    LayoutAsk,
+    LeaseEnded,
+    PeerAborted,
+    Producer,
+    ProducerAction,
+    ProducerClosing,
+    ProducerEvent,
+    ProducerTick,
+    ProveQuiet,
+    Published,
+    Pull,
+    PullArrived,
+    PullId,
+    ReleaseNotice,
+    ReleaseOrdered,
+    Reply,
+    SourceReleased,
+    Span,
+    StartWrite,
+    Status,
+    Table,
+    Ticket,
+    Withdrawn,
+    decode_inbound,
+    encode,
+    make_hello_answer,
+    make_refusal,
+    make_reply,
+    puller_of,
+    puller_of_side,
+    requests_of,
+)
+from kvferry.runtime.admission import Admitted, LayoutMissError, admit, refusal_of
+from kvferry.runtime.journal import ProducerJournal
+from kvferry.runtime.loop import LoopThread
+from kvferry.runtime.options import RuntimeOptions
+from kvferry.runtime.pairing import pulls_expected
+from kvferry.runtime.plans import Plans
+from kvferry.runtime.pump import Pump
+from kvferry.runtime.sending import Sender
+from kvferry.runtime.sides import Local
+
+logger = logging.getLogger(__name__)
+
+Connection = bytes
+"""A consumer rank's connection, as the listener names it."""
+
+
+class Outlet(Protocol):
+    """Where replies go."""
+
+    def send(self, connection: Connection, data: bytes) -> None:
+        """Send one frame; to a connection that is gone, nowhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A computed prompt, offered to its consumer."""
+
+    ticket: Ticket
+    """Reported once its blocks may be used again."""
+    request: RequestId
+    """What the local engine calls it."""
+    transfer: TransferId
+    tokens: int
+    """Positions ``[0, tokens)`` are computed."""
+    tables: tuple[Table, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenPull:
+    connection: Connection
+    message: Pull
+    admitted: Admitted
+
+
+class ProducerCore:
+    """All of a producer that lives on its loop."""
+
+    def __init__(
+        self,
+        local: Local,
+        thread: LoopThread,
+        options: RuntimeOptions,
+        *,
+        journal: ProducerJournal,
+    ) -> None:
+        self._local = local
+        self._timing = options.timing
+        self._journal = journal
+        self._plans = Plans(local.placements)
+        self._outlet: Outlet | None = None
+        self._sender = Sender(local, options, thread, feed=self.feed, on_sent=journal.sent)
+        self._machine = Producer()
+        self._pump: Pump[ProducerEvent, ProducerAction] = Pump(
+            self._machine, self._perform, tick=ProducerTick(), loop=thread.loop
+        )
+        self._pull_ids = itertools.count(1)
+        self._pulls: dict[PullId, _OpenPull] = {}
+        self.quiet: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
+        """Tickets whose blocks may be used again; taken out by the embedding engine's thread."""
+
+    @property
+    def sender(self) -> Sender:
+        """The engine and its writes."""
+        return self._sender
+
+    def attach(self, outlet: Outlet) -> None:
+        """The listener is up: replies go there."""
+        self._outlet = outlet
+
+    def feed(self, event: ProducerEvent) -> None:
+        """Hand an event to the machine."""
+        self._pump.feed(event)
+
+    # -- from the network ------------------------------------------------------------------------------------
+
+    def on_message(self, connection: Connection, data: bytes) -> None:
+        """A frame of a consumer rank."""
+        try:
+            message = decode_inbound(data)
+        except RemoteProtocolError as error:
+            logger.warning("a message of a peer is refused: %s", error)
+            self._send(connection, make_refusal(error.reason, error.message, producer=self._local.side()))
+            return
+        match message:
+            case Pull(kvferry=Hello()):
+                sender = self._sender
+                side = self._local.side()
+                answer = make_hello_answer(side, transport=sender.transport, transport_address=sender.address)
+                self._send(connection, answer)
+            case Pull():
+                self._on_pull(connection, message)
+            case _:
+                self._on_note(connection, message.kvferry)
+
+    def on_lost(self, connection: Connection) -> None:
+        """A connection is gone, or has been silent for too long."""
+        lost = tuple(pull for pull, known in self._pulls.items() if known.connection == connection)
+        if lost:
+            self.feed(ConsumerLost(lost))
+
+    def _on_pull(self, connection: Connection, pull: Pull) -> None:
+        try:
+            admitted = admit(pull, self._local, self._plans, transport=self._sender.transport)
+        except (RemoteProtocolError, PlanError) as error:
+            reason, said = refusal_of(error)
+            missing = error.missing if isinstance(error, LayoutMissError) else ()
+            if not missing:
+                logger.warning("a pull is refused: %s", error)
+            side = self._local.side()
+            self._send(connection, make_refusal(reason, said, pull=pull, producer=side, missing=missing))
+            return
+        number = PullId(next(self._pull_ids))
+        self._pulls[number] = _OpenPull(connection, pull, admitted)
+        requests = requests_of(pull)
+        for request in requests:
+            if request.release:
+                self._journal.released(admitted, request)
+        expected = pulls_expected(admitted.plan, self._local.index)
+        self.feed(PullArrived(number, puller_of(pull), requests, expected))
+
+    def _on_note(self, connection: Connection, note: LayoutAsk | AbortNotice | ReleaseNotice) -> None:
+        match note:
+            case LayoutAsk():
+                known = [one for one in note.fingerprints if not self._plans.missing([one])]
+                placements = {one: self._plans.encoded(one) for one in known}
+                answer = LayoutAnswer(version=VERSION, ask=note.ask, placements=placements)
+                self._send(connection, Reply(status=Status.FINISH, kvferry=answer))
+            case ReleaseNotice():
+                self.release([TransferId(transfer) for transfer in note.transfers])
+            case AbortNotice():
+                puller = puller_of_side(note.consumer)
+                for transfer in note.transfers:
+                    self.feed(PeerAborted(puller, TransferId(transfer), note.expected, failed=note.failed))
+            case _:
+                assert_never(note)
+
+    # -- what the machine asks for ---------------------------------------------------------------------------
+
+    def _perform(self, action: ProducerAction) -> None:
+        match action:
+            case Answer():
+                self._answer(action)
+            case StartWrite():
+                self._sender.start(action, self._pulls[action.write.pull].admitted)
+            case CancelWrite():
+                self._sender.cancel(action.write)
+            case ProveQuiet():
+                self._sender.prove_quiet(action.writes)
+            case LeaseEnded():
+                self._journal.lease_ended(action)
+            case SourceReleased():
+                self.quiet.put(action.ticket)
+            case _:
+                assert_never(action)
+
+    def _answer(self, action: Answer) -> None:
+        known = self._pulls[action.pull]
+        self._send(known.connection, make_reply(action, known.message, self._local.side()))
+        if action.finish:
+            del self._pulls[action.pull]
+
+    def _send(self, connection: Connection, reply: Reply) -> None:
+        if self._outlet is not None:
+            self._outlet.send(connection, encode(reply))
+
+    # -- from the embedding engine ---------------------------------------------------------------------------
+
+    def expect(self, transfer: TransferId) -> None:
+        """The prompt is being computed."""
+        self.feed(Announced(transfer, deadline=time.monotonic() + self._timing.publish))
+
+    def publish(self, publication: Publication) -> None:
+        """The prompt is computed."""
+        deadline = time.monotonic() + self._timing.publish
+        self._journal.published(publication.transfer, publication.request)
+        span = Span(0, publication.tokens)
+        self.feed(Published(publication.transfer, publication.ticket, span, publication.tables, deadline))
+
+    def withdraw(self, transfer: TransferId) -> None:
+        """It will not be."""
+        self.feed(Withdrawn(transfer))
+
+    def release(self, transfers: Sequence[TransferId]) -> None:
+        """The router says that nobody will come for these."""
+        self.feed(ReleaseOrdered(tuple(transfers)))
+
+    def closing(self) -> None:
+        """Nothing starts any more."""
+        self.feed(ProducerClosing())
+        self._pump.stop()
+
+    async def close(self) -> None:
+        """Destroy the engine."""
+        await self._sender.close()

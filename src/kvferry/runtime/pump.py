@@ -1,0 +1,82 @@
+"""Drives one machine: events in, actions out, a timer for its next deadline.
+
+The machine is pure; this is the only place where it meets a clock. Events that arise while an action is carried out
+wait in the queue until the actions of the event before are all done, so a machine never sees itself re-entered.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Generic, Protocol, TypeVar
+
+_Event = TypeVar("_Event")
+_EventIn = TypeVar("_EventIn", contravariant=True)
+_Action = TypeVar("_Action")
+_ActionOut = TypeVar("_ActionOut", covariant=True)
+
+
+class Machine(Protocol[_EventIn, _ActionOut]):
+    """What a pump drives."""
+
+    def handle(self, event: _EventIn, now: float) -> Iterable[_ActionOut]:
+        """Take an event in; what is to be done now."""
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When a tick is due."""
+
+
+class Pump(Generic[_Event, _Action]):
+    """One machine on one loop."""
+
+    def __init__(
+        self,
+        machine: Machine[_Event, _Action],
+        perform: Callable[[_Action], None],
+        *,
+        tick: _Event,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._machine = machine
+        self._perform = perform
+        self._tick = tick
+        self._loop = loop
+        self._queue: deque[_Event] = deque()
+        self._running = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    @staticmethod
+    def now() -> float:
+        """The clock of all deadlines."""
+        return time.monotonic()
+
+    def feed(self, event: _Event) -> None:
+        """Hand an event to the machine and carry out what it asks for; on the loop's thread."""
+        self._queue.append(event)
+        if self._running:
+            return
+        self._running = True
+        try:
+            while self._queue:
+                for action in self._machine.handle(self._queue.popleft(), self.now()):
+                    self._perform(action)
+        finally:
+            self._running = False
+            self._set_timer()
+
+    def stop(self) -> None:
+        """No further ticks."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _set_timer(self) -> None:
+        self.stop()
+        due = self._machine.next_deadline
+        if due is not None:
+            self._timer = self._loop.call_later(max(0.0, due - self.now()), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.feed(self._tick)

@@ -1,0 +1,89 @@
+"""One receive engine for each life of each producer.
+
+A producer writes into this process through an engine that nobody else's writes come by. So when a producer is
+suspected, its engine alone is destroyed, which proves that nothing of its writes can land any more, and all others go
+on. Closing sockets or taking registrations back would prove nothing. Where a peer writes without an engine of ours
+(``cma``), only the end of the writer's process proves it. Making and destroying an engine blocks, so both run off the
+loop.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from kvferry.errors import TransportError, TransportReason
+from kvferry.ids import Incarnation
+from kvferry.layout import Region
+from kvferry.runtime.options import TransportFactory
+from kvferry.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+
+class Receivers:
+    """The receive engines of one consumer rank, all over the same memory."""
+
+    def __init__(self, make: TransportFactory, regions: Sequence[Region]) -> None:
+        self._make = make
+        self._regions = tuple(regions)
+        self._engines: dict[Incarnation, Transport] = {}
+        self._writers: dict[Incarnation, set[str]] = {}
+        """The producers' own engines that were let in, by producer."""
+        self._retired: set[str] = set()
+        self._locks: dict[Incarnation, asyncio.Lock] = {}
+
+    async def of(self, producer: Incarnation, writer: str) -> Transport:
+        """The engine through which this life of a producer writes; ``writer`` is the producer's own, let in here."""
+        async with self._lock(producer):
+            engine = self._engines.get(producer)
+            if engine is None:
+                engine = await asyncio.to_thread(self._fresh)
+                self._engines[producer] = engine
+            admitted = self._writers.setdefault(producer, set())
+            if writer not in admitted:
+                await asyncio.to_thread(engine.admit, writer)
+                admitted.add(writer)
+            return engine
+
+    def now_of(self, producer: Incarnation) -> Transport | None:
+        """The same, if there is one now."""
+        return self._engines.get(producer)
+
+    async def fence(self, producer: Incarnation) -> None:
+        """See to it that nothing this producer sent can land any more. Raises ``TransportError`` when it may.
+
+        A successor is made when the producer is next heard of; its address is always another, so that a late write,
+        which knows only the old one, finds nobody.
+        """
+        async with self._lock(producer):
+            engine = self._engines.get(producer)
+            if engine is None:
+                return
+            if engine.close_stops_peers:
+                self._retired.add(engine.address())
+            elif alive := [one for one in self._writers[producer] if not engine.peer_is_gone(one)]:
+                raise TransportError(TransportReason.TIMED_OUT, f"{producer} may still write: {alive} lives")
+            await asyncio.to_thread(engine.close)
+            del self._engines[producer], self._writers[producer]
+
+    async def close(self) -> None:
+        """Destroy all."""
+        for producer in [*self._engines]:
+            try:
+                await asyncio.to_thread(self._engines.pop(producer).close)
+            except TransportError as error:
+                logger.warning("the receive engine for %s is not proven closed: %s", producer, error)
+
+    def _fresh(self) -> Transport:
+        engine = self._make()
+        spoiled: list[Transport] = []
+        while engine.address() in self._retired:
+            spoiled.append(engine)  # kept open until another address is found
+            engine = self._make()
+        for other in spoiled:
+            other.close()
+        engine.register(self._regions)
+        return engine
+
+    def _lock(self, producer: Incarnation) -> asyncio.Lock:
+        return self._locks.setdefault(producer, asyncio.Lock())

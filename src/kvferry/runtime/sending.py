@@ -1,0 +1,219 @@
+"""The sending half of a producer: binds, submits, watches, and proves quiet.
+
+A write becomes descriptors (the plan), a submission (the engine), and one event for the machine when it ended. One
+engine serves all consumers of this rank. When writes stay in doubt the engine is destroyed, which proves that none of
+their sources is read any more, and a new one takes its place; writes of other peers that it cuts off fail, and are
+quiet at once.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.errors import PlanError, PlanReason, ProtocolReason, TransportError
+from kvferry.ids import TransferId
+from kvferry.plan import Descriptors, TransferRequest
+from kvferry.protocol import ProducerEvent, Quieted, StartWrite, WriteDone, WriteFailed, WriteId
+from kvferry.runtime.admission import Admitted
+from kvferry.runtime.binding import check_covered, request_for
+from kvferry.runtime.loop import LoopThread
+from kvferry.runtime.options import RuntimeOptions
+from kvferry.runtime.sides import Local
+from kvferry.runtime.writes import Writes
+from kvferry.transport import Peer, Submission, SubmissionState, Transport
+
+logger = logging.getLogger(__name__)
+
+
+def label_of(engine: Transport) -> str:
+    """The transport and how its bytes really move, for logs and reports."""
+    return f"{engine.name}:{engine.protocol_in_use()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """How one write ended."""
+
+    write: WriteId
+    admitted: Admitted
+    request: TransferRequest
+    transfer: TransferId
+    failure: str | None
+    """Why it failed; ``None`` when every byte arrived."""
+    nbytes: int
+    descriptors: int
+    bind_ms: float
+    write_ms: float
+    transport: str
+
+
+@dataclass(slots=True)
+class _Order:
+    """A write on its way from the machine's word to its end."""
+
+    start: StartWrite
+    admitted: Admitted
+    request: TransferRequest
+    began: float
+    bound: float
+    rows: Descriptors
+    cancelled: bool = False
+
+
+class Sender:
+    """The engine of one producer rank, and the writes that it has under way. Used on the loop only."""
+
+    def __init__(
+        self,
+        local: Local,
+        options: RuntimeOptions,
+        thread: LoopThread,
+        *,
+        feed: Callable[[ProducerEvent], None],
+        on_sent: Callable[[Sent], None],
+    ) -> None:
+        self._local = local
+        self._make = options.make_transport
+        self._thread = thread
+        self._feed = feed
+        self._on_sent = on_sent
+        self._limit = options.max_descriptors
+        self._engine = self._fresh()
+        self._label = label_of(self._engine)
+        self._writes: Writes[WriteId] = Writes(thread)
+        self._starting: dict[WriteId, _Order] = {}
+        self._peers: dict[tuple[str, tuple[int, ...]], Peer] = {}
+        self._proof: asyncio.Lock = asyncio.Lock()
+
+    @property
+    def transport(self) -> str:
+        """Name of the transport."""
+        return self._engine.name
+
+    @property
+    def address(self) -> str:
+        """Of the engine, as a consumer may have to admit it."""
+        return self._engine.address()
+
+    def start(self, order: StartWrite, admitted: Admitted) -> None:
+        """Bind and submit; an event for the machine follows, always."""
+        began = time.perf_counter()
+        wanted = order.wanted
+        try:
+            if wanted.span is None:
+                raise PlanError(PlanReason.UNSUPPORTED, "a pull without positions, as an upstream peer sends it")
+            check_covered(wanted.span, order.tokens, self._local.placement)
+            request = request_for(wanted.span, order.source, wanted.tables)
+            rows = self._bind(admitted, request)
+        except PlanError as error:
+            logger.warning("transfer %s: refused by the plan: %s", order.transfer, error)
+            self._feed(WriteFailed(order.write, ProtocolReason.PLAN_REFUSED, quiet=True, detail=str(error)))
+            return
+        bound = time.perf_counter()
+        underway = _Order(order, admitted, request, began, bound, rows)
+        self._starting[order.write] = underway
+        self._thread.spawn(self._submit(underway))
+
+    def cancel(self, write: WriteId) -> None:
+        """Hand nothing more of this write to the engine."""
+        if write in self._starting:
+            self._starting[write].cancelled = True
+        self._writes.cancel(write)
+
+    def prove_quiet(self, writes: tuple[WriteId, ...]) -> None:
+        """Find out, or see to it, that nothing of these writes moves; ``Quieted`` follows unless that fails."""
+        self._thread.spawn(self._prove(writes))
+
+    async def close(self) -> None:
+        """Destroy the engine; whatever it had under way is quiet then."""
+        await asyncio.to_thread(self._engine.close)
+
+    def _bind(self, admitted: Admitted, request: TransferRequest) -> Descriptors:
+        admitted.plan.check(request)
+        pair = admitted.plan.pair(self._local.index, admitted.consumer)
+        if pair is None:
+            return Descriptors.empty()
+        return pair.bind(request, src=self._local.binding, dst=admitted.binding, max_descriptors=self._limit)
+
+    async def _submit(self, order: _Order) -> None:
+        write = order.start.write
+        engine = self._engine
+        try:
+            if not order.rows.count:
+                self._finished(order, None)
+                return
+            peer = await self._peer(engine, order.admitted)
+            if order.cancelled:
+                self._failed(order, ProtocolReason.ABORTED, "cancelled before it was sent", quiet=True)
+                return
+            submission = engine.submit(peer, order.rows)
+        except TransportError as error:
+            self._failed(order, ProtocolReason.TRANSPORT_FAILED, error.message, quiet=True)
+            return
+        finally:
+            del self._starting[write]
+        self._writes.watch(
+            write,
+            submission,
+            on_final=lambda ended, state: self._on_final(order, ended, state),
+            on_quiet=lambda: self._feed(Quieted((write,))),
+        )
+
+    async def _peer(self, engine: Transport, admitted: Admitted) -> Peer:
+        key = (admitted.extension.address, admitted.binding.bases)
+        peer = self._peers.get(key)
+        if peer is None:
+            peer = await asyncio.to_thread(engine.open_peer, admitted.extension.address, admitted.regions)
+            self._peers[key] = peer
+        return peer
+
+    def _on_final(self, order: _Order, submission: Submission, state: SubmissionState) -> None:
+        if state is SubmissionState.DONE:
+            self._finished(order, None)
+            return
+        self._peers.pop((order.admitted.extension.address, order.admitted.binding.bases), None)
+        said = submission.error.message if submission.error else "the engine gave no reason"
+        self._failed(order, ProtocolReason.TRANSPORT_FAILED, said, quiet=submission.quiet)
+
+    def _failed(self, order: _Order, reason: ProtocolReason, said: str, *, quiet: bool) -> None:
+        self._finished(order, f"{reason.value}: {said}", tell=False)
+        self._feed(WriteFailed(order.start.write, reason, quiet=quiet, detail=said))
+
+    def _finished(self, order: _Order, failure: str | None, *, tell: bool = True) -> None:
+        now = time.perf_counter()
+        self._on_sent(
+            Sent(
+                write=order.start.write,
+                admitted=order.admitted,
+                request=order.request,
+                transfer=order.start.transfer,
+                failure=failure,
+                nbytes=order.rows.total_bytes,
+                descriptors=order.rows.count,
+                bind_ms=(order.bound - order.began) * 1e3,
+                write_ms=(now - order.bound) * 1e3,
+                transport=self._label,
+            )
+        )
+        if tell:
+            self._feed(WriteDone(order.start.write))
+
+    async def _prove(self, writes: tuple[WriteId, ...]) -> None:
+        async with self._proof:
+            if not self._writes.quieted():
+                try:
+                    await asyncio.to_thread(self._engine.close)
+                    self._engine = await asyncio.to_thread(self._fresh)
+                except TransportError as error:
+                    logger.warning("the engine cannot be proven stopped, blocks stay held: %s", error)
+                    return
+                self._peers.clear()
+                self._writes.quieted()
+        self._feed(Quieted(writes))
+
+    def _fresh(self) -> Transport:
+        engine = self._make()
+        engine.register(self._local.regions)
+        return engine

@@ -1,0 +1,154 @@
+"""``ProducerRuntime`` and ``ConsumerRuntime``: what an embedding engine holds, one of each role for each rank.
+
+Every method may be called from any thread and returns at once, but for the constructor and ``close``. A runtime is
+up when its constructor returns: the socket is bound and, for a producer, the rank is registered.
+
+>>> producer = ProducerRuntime(local, options)                                       # doctest: +SKIP
+>>> producer.expect(transfer)                                                        # doctest: +SKIP
+>>> producer.publish(Publication(ticket, request, transfer, 300, tables))            # doctest: +SKIP
+>>> consumer.fetch(Fetch(ticket, request, transfer, source, Span(0, 300), tables))   # doctest: +SKIP
+>>> consumer.take_ended(), producer.take_quiet()                                     # doctest: +SKIP
+"""
+
+import logging
+import queue
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from kvferry.ids import RequestId, TransferId
+from kvferry.protocol import FetchEnded, Source, Ticket
+from kvferry.runtime.consumer import ConsumerCore, Fetch
+from kvferry.runtime.journal import ConsumerJournal, ProducerJournal
+from kvferry.runtime.loop import LoopThread
+from kvferry.runtime.network import ConsumerNetwork, ProducerNetwork
+from kvferry.runtime.options import RuntimeOptions
+from kvferry.runtime.producer import ProducerCore, Publication
+from kvferry.runtime.report import Report
+from kvferry.runtime.sides import Local
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT = 60.0
+CLOSE_TIMEOUT = 4.0
+
+_T = TypeVar("_T")
+
+
+class ProducerRuntime:
+    """The producer side of one rank."""
+
+    def __init__(self, local: Local, options: RuntimeOptions) -> None:
+        self._report = Report(options.report) if options.report else None
+        self._thread = LoopThread("kvferry-producer")
+        self._core, self._network = _started(self._thread, self._start(local, options))
+
+    def expect(self, transfer: TransferId) -> None:
+        """The prompt of this transfer is being computed; a pull for it may wait."""
+        self._thread.post(self._core.expect, transfer)
+
+    def publish(self, publication: Publication) -> None:
+        """The prompt is computed; its blocks are ours until the ticket is quiet."""
+        self._thread.post(self._core.publish, publication)
+
+    def withdraw(self, transfer: TransferId) -> None:
+        """The transfer will not be served."""
+        self._thread.post(self._core.withdraw, transfer)
+
+    def take_quiet(self) -> list[Ticket]:
+        """Tickets whose blocks may be used again; each once."""
+        return _drain(self._core.quiet)
+
+    @property
+    def address(self) -> str:
+        """Of the message socket."""
+        return self._network.address
+
+    def close(self) -> None:
+        """Stop serving, destroy the engine, end the thread; safe to call twice."""
+        if _closed(self._thread, self._core.closing, self._stop) and self._report is not None:
+            self._report.close()
+
+    async def _start(self, local: Local, options: RuntimeOptions) -> tuple[ProducerCore, ProducerNetwork]:
+        core = ProducerCore(local, self._thread, options, journal=ProducerJournal(local, self._report))
+        try:
+            return core, await ProducerNetwork.serve(core, local, options)
+        except BaseException:
+            await core.close()
+            raise
+
+    async def _stop(self) -> None:
+        await self._network.close()
+        await self._core.close()
+
+
+class ConsumerRuntime:
+    """The consumer side of one rank."""
+
+    def __init__(self, local: Local, options: RuntimeOptions) -> None:
+        self._report = Report(options.report) if options.report else None
+        self._thread = LoopThread("kvferry-consumer")
+        self._core, self._network = _started(self._thread, self._start(local, options))
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Fetch positions into blocks, which are ours until the ticket is quiet."""
+        self._thread.post(self._core.fetch, fetch)
+
+    def release(self, transfer: TransferId, request: RequestId, source: Source) -> None:
+        """Nothing is wanted of this transfer; its producer is told."""
+        self._thread.post(self._core.release, transfer, request, source)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """The request of this fetch is gone; it ends as aborted unless it has ended."""
+        self._thread.post(self._core.cancel, ticket)
+
+    def take_ended(self) -> list[FetchEnded]:
+        """Fetches that ended; each once. Their blocks may still be in doubt."""
+        return _drain(self._core.ended)
+
+    def take_quiet(self) -> list[Ticket]:
+        """Tickets whose blocks nothing writes into any more; each once."""
+        return _drain(self._core.quiet)
+
+    def close(self) -> None:
+        """End all fetches, destroy the receive engines, end the thread; safe to call twice."""
+        if _closed(self._thread, self._core.closing, self._stop) and self._report is not None:
+            self._report.close()
+
+    async def _start(self, local: Local, options: RuntimeOptions) -> tuple[ConsumerCore, ConsumerNetwork]:
+        network = ConsumerNetwork(options)
+        core = ConsumerCore(local, self._thread, options, finder=network, journal=ConsumerJournal(local, self._report))
+        network.attach(core)
+        return core, network
+
+    async def _stop(self) -> None:
+        await self._network.close()
+        await self._core.close()
+
+
+def _started(thread: LoopThread, start: Coroutine[Any, Any, _T]) -> _T:
+    try:
+        return thread.run(start, timeout=START_TIMEOUT)
+    except BaseException:
+        thread.close()
+        raise
+
+
+def _closed(thread: LoopThread, closing: Callable[[], None], stop: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+    """Close what lives on the thread, then the thread; says whether it was open."""
+    if not thread.post(closing):
+        return False
+    try:
+        thread.run(stop(), timeout=CLOSE_TIMEOUT)
+    except TimeoutError:
+        logger.warning("not closed within %.0f s; what is left ends with the process", CLOSE_TIMEOUT)
+    thread.close()
+    return True
+
+
+def _drain(source: "queue.SimpleQueue[_T]") -> list[_T]:
+    found: list[_T] = []
+    while True:
+        try:
+            found.append(source.get_nowait())
+        except queue.Empty:
+            return found

@@ -1,0 +1,296 @@
+"""The engine's process: ``python -m kvferry.testing.engine_process``, spec on the first line of standard input.
+
+One thread reads commands; the main thread owns the engine and does everything else. The engine core and its one
+worker live in this process, so the scheduler's books can be read without asking anybody. After a request is
+answered the loop goes on stepping as long as the scheduler has anything left: a connector's send requests reach
+its worker only in a step.
+
+Standard output belongs to the protocol; whatever vLLM prints goes to standard error.
+"""
+
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, BinaryIO, assert_never
+
+import msgspec
+
+from kvferry.testing.engine_wire import (
+    Abort,
+    Answer,
+    Call,
+    Command,
+    Done,
+    EngineFacts,
+    EngineSpec,
+    Failed,
+    Generate,
+    Generation,
+    GroupFacts,
+    Inspect,
+    Reply,
+    ResetPrefixCache,
+    Score,
+    Scores,
+    Shutdown,
+    TensorFacts,
+)
+
+_IDLE_WAIT_S = 0.002
+"""How long the loop sleeps for a command when the scheduler has nothing to do."""
+
+
+class EngineLoop:
+    """Owns one vLLM engine: feeds it commands, steps it, answers."""
+
+    def __init__(self, spec: EngineSpec, calls: "queue.SimpleQueue[Call | None]", out: BinaryIO) -> None:
+        self._calls = calls
+        self._out = out
+        self._engine = build_engine(spec)
+        self._open: dict[str, tuple[int, Generate | Score, float]] = {}
+        self._internal_ids: dict[str, str] = {}
+
+    def run(self) -> None:
+        """Serve until ``Shutdown`` or the end of input."""
+        self._reply(0, Done())
+        while True:
+            idle = not self._core.scheduler.has_requests()
+            for call in self._drain(block=idle):
+                if call is None or isinstance(call.command, Shutdown):
+                    self._engine.engine_core.shutdown()
+                    if call is not None:
+                        self._reply(call.number, Done())
+                    return
+                self._obey(call)
+            for output in self._engine.step():
+                if output.finished:
+                    self._finish(output)
+
+    @property
+    def _core(self) -> Any:
+        return self._engine.engine_core.engine_core
+
+    def _drain(self, *, block: bool) -> Iterator[Call | None]:
+        try:
+            yield self._calls.get(timeout=_IDLE_WAIT_S) if block else self._calls.get_nowait()
+            while True:
+                yield self._calls.get_nowait()
+        except queue.Empty:
+            return
+
+    def _obey(self, call: Call) -> None:
+        try:
+            answer = self._answer(call.number, call.command)
+        except Exception as error:  # noqa: BLE001 - the boundary of this process: the driver must hear of it
+            answer = Failed(f"{type(error).__name__}: {error}")
+        if answer is not None:
+            self._reply(call.number, answer)
+
+    def _answer(self, number: int, command: Command) -> Answer | None:
+        match command:
+            case Generate():
+                self._start(number, command, command.prompt, sampling_of(command))
+                return None
+            case Score():
+                prompt = [*command.prompt, *command.continuation]
+                self._start(number, command, prompt, scoring())
+                return None
+            case Abort():
+                return Done(self._abort(command.request_id))
+            case Inspect():
+                return inspect_engine(self._core)
+            case ResetPrefixCache():
+                return Done(self._engine.reset_prefix_cache())
+            case Shutdown():
+                raise AssertionError("the loop ends before a shutdown gets here")
+            case _:
+                assert_never(command)
+
+    def _start(self, number: int, command: Generate | Score, prompt: list[int], sampling: Any) -> None:
+        if command.request_id in self._open:
+            raise ValueError(f"request {command.request_id} is already running")
+        internal = self._engine.add_request(command.request_id, {"prompt_token_ids": prompt}, sampling)
+        self._internal_ids[command.request_id] = internal
+        self._open[command.request_id] = (number, command, time.monotonic())
+
+    def _abort(self, request_id: str) -> bool:
+        if request_id not in self._open:
+            return False
+        number, command, began = self._open.pop(request_id)
+        self._engine.abort_request([self._internal_ids.pop(request_id)], internal=True)
+        if isinstance(command, Generate):
+            generation = Generation(
+                request_id=request_id,
+                tokens=[],
+                logprobs=[],
+                finish_reason="abort",
+                cached_tokens=0,
+                seconds=time.monotonic() - began,
+            )
+            self._reply(number, generation)
+        else:
+            self._reply(number, Failed("aborted"))
+        return True
+
+    def _finish(self, output: Any) -> None:
+        entry = self._open.pop(output.request_id, None)
+        if entry is None:
+            return
+        self._internal_ids.pop(output.request_id)
+        number, command, began = entry
+        if isinstance(command, Score):
+            self._reply(number, Scores(prompt_logprobs_of(output, len(command.prompt))))
+        else:
+            self._reply(number, generation_of(output, time.monotonic() - began))
+
+    def _reply(self, number: int, answer: Answer) -> None:
+        self._out.write(msgspec.json.encode(Reply(number, answer)) + b"\n")
+        self._out.flush()
+
+
+def build_engine(spec: EngineSpec) -> Any:
+    """The engine of ``spec``, with engine core and worker in this process."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from vllm import EngineArgs
+
+    if spec.kernel_block is not None:
+        from kvferry.testing.kernel_split import install_kernel_split
+
+        install_kernel_split(spec.kernel_block)
+    if spec.kv_transfer is not None and spec.kv_transfer["kv_connector"] == "MooncakeConnector":
+        _let_upstream_run_without_accelerator()
+    arguments: dict[str, Any] = {
+        "model": spec.model,
+        "dtype": spec.dtype,
+        "block_size": spec.block_size,
+        "num_gpu_blocks_override": spec.num_blocks,
+        "max_model_len": spec.max_model_len,
+        "max_num_batched_tokens": spec.max_batched_tokens,
+        "max_num_seqs": spec.max_requests,
+        "enable_prefix_caching": spec.prefix_caching,
+        "enforce_eager": True,
+        "disable_log_stats": True,
+        "seed": 0,
+        "compilation_config": {"custom_ops": list(spec.custom_ops)} if spec.custom_ops else {},
+        **spec.engine_args,
+    }
+    if spec.kv_transfer is not None:
+        arguments["kv_transfer_config"] = spec.kv_transfer
+    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+
+def _let_upstream_run_without_accelerator() -> None:
+    """vLLM's own MooncakeConnector asks torch for the number of its device, which raises where there is none."""
+    import torch
+
+    torch.accelerator.current_device_index = lambda: 0
+
+
+def sampling_of(command: Generate) -> Any:
+    """Greedy, with the log probability of each chosen token."""
+    from vllm import SamplingParams
+
+    extra = {"kv_transfer_params": command.kv_transfer_params} if command.kv_transfer_params is not None else None
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=command.max_tokens,
+        logprobs=0,
+        ignore_eos=command.ignore_eos,
+        extra_args=extra,
+        detokenize=False,
+    )
+
+
+def scoring() -> Any:
+    """Compute the prompt and report the log probability of each of its tokens."""
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+
+
+def generation_of(output: Any, seconds: float) -> Generation:
+    """Our record of a finished vLLM request."""
+    completion = output.outputs[0]
+    tokens = list(completion.token_ids)
+    steps = completion.logprobs or []
+    return Generation(
+        request_id=output.request_id,
+        tokens=tokens,
+        logprobs=[float(step[token].logprob) for token, step in zip(tokens, steps, strict=True)],
+        finish_reason=str(completion.finish_reason),
+        cached_tokens=output.num_cached_tokens or 0,
+        kv_transfer_params=output.kv_transfer_params,
+        seconds=seconds,
+    )
+
+
+def prompt_logprobs_of(output: Any, start: int) -> list[float]:
+    """Log probabilities of the prompt's own tokens from position ``start`` on."""
+    ids = output.prompt_token_ids
+    return [float(output.prompt_logprobs[i][ids[i]].logprob) for i in range(start, len(ids))]
+
+
+def inspect_engine(core: Any) -> EngineFacts:
+    """The scheduler's books and the worker's tensors."""
+    scheduler = core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    running, waiting = scheduler.get_request_counts()
+    runner = core.model_executor.driver_worker.worker.model_runner
+    return EngineFacts(
+        num_blocks=pool.num_gpu_blocks,
+        free_blocks=pool.get_num_free_blocks(),
+        running=running,
+        waiting=waiting,
+        held=len(scheduler.requests),
+        groups=[
+            GroupFacts(
+                kind=type(group.kv_cache_spec).__name__,
+                block_tokens=group.kv_cache_spec.block_size,
+                layers=list(group.layer_names),
+            )
+            for group in runner.kv_cache_config.kv_cache_groups
+        ],
+        tensors=dict(_tensors(runner)),
+    )
+
+
+def _tensors(runner: Any) -> Iterator[tuple[str, TensorFacts]]:
+    for group in runner.kv_cache_config.kv_cache_groups:
+        for layer in group.layer_names:
+            cache = runner.compilation_config.static_forward_context[layer].kv_cache
+            first = cache[0] if isinstance(cache, list | tuple) else cache
+            yield layer, TensorFacts(shape=list(first.shape), stride=list(first.stride()), dtype=str(first.dtype))
+
+
+def _read_calls(source: BinaryIO, calls: "queue.SimpleQueue[Call | None]") -> None:
+    decoder = msgspec.json.Decoder(Call)
+    for line in source:
+        calls.put(decoder.decode(line))
+    calls.put(None)  # the driver has gone: nobody else will stop this engine
+
+
+def main() -> None:
+    """Read the spec, build, serve."""
+    protocol = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSpec)
+    calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+    try:
+        loop = EngineLoop(spec, calls, protocol)
+        threading.Thread(target=_read_calls, args=(sys.stdin.buffer, calls), daemon=True).start()
+        loop.run()
+    except BaseException as error:
+        protocol.write(msgspec.json.encode(Reply(0, Failed(f"{type(error).__name__}: {error}"))) + b"\n")
+        protocol.flush()
+        raise
+    # Connector threads and native engines must not decide when this process is gone.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

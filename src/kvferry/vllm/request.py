@@ -1,0 +1,91 @@
+"""What the connector reads from, and does to, one vLLM request.
+
+The router's contract is that of vLLM's MooncakeConnector: ``kv_transfer_params`` with ``do_remote_decode`` and
+``transfer_id`` for the prefill engine; ``do_remote_prefill``, ``transfer_id``, ``remote_engine_id`` and
+``remote_bootstrap_addr`` for the decode engine. Parameters come from a client and are read as such: what is missing
+or of another type counts as absent, and the request is computed locally.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvferry.ids import EngineId, TransferId
+from kvferry.protocol import Source
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_LEFT_LAST = "kvferry_left_last"
+"""Mark in a prefill request's parameters: its prompt was cut already (a preempted request comes by again)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Which transfer a decode request continues, and where its cache comes from."""
+
+    transfer: TransferId
+    source: Source
+
+
+def wants_prefill(request: "Request") -> bool:
+    """A decode request whose one transfer has not been dealt with yet."""
+    return bool(_params(request).get("do_remote_prefill"))
+
+
+def wants_decode(request: "Request") -> bool:
+    """A prefill request whose cache another engine goes on from."""
+    return bool(_params(request).get("do_remote_decode"))
+
+
+def mark_dealt_with(request: "Request") -> None:
+    """One transfer for each request: also a preempted one is computed here when it comes back."""
+    if request.kv_transfer_params is not None:
+        request.kv_transfer_params["do_remote_prefill"] = False
+
+
+def transfer_of(request: "Request") -> TransferId | None:
+    """The transfer id that the router gave."""
+    transfer = _text(_params(request), "transfer_id")
+    return None if transfer is None else TransferId(transfer)
+
+
+def origin_of(request: "Request") -> Origin | None:
+    """Where a decode request's cache comes from; ``None`` when the parameters do not say it all."""
+    params, transfer = _params(request), transfer_of(request)
+    engine, bootstrap = _text(params, "remote_engine_id"), _text(params, "remote_bootstrap_addr")
+    if transfer is None or engine is None or bootstrap is None:
+        return None
+    return Origin(transfer, Source(EngineId(engine), bootstrap.rstrip("/")))
+
+
+def leave_last_token(request: "Request") -> None:
+    """Make a prefill request end one token before its prompt does.
+
+    A one-token prompt stays as it is: there is nothing before its last token, and its consumer fetches nothing.
+    Prompts that no consumer fetches (embeddings, prompt logprobs) stay whole too.
+    """
+    params = request.kv_transfer_params
+    if params is None or params.get(_LEFT_LAST) or request.num_prompt_tokens < 2:
+        return
+    if request.skip_reading_prefix_cache or not has_plain_prompt(request):
+        return
+    request.prompt_token_ids = request.prompt_token_ids[:-1]  # a copy: the caller may still hold the list
+    del request._all_token_ids[-1]
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1
+    params[_LEFT_LAST] = True
+
+
+def has_plain_prompt(request: "Request") -> bool:
+    """The prompt is token ids alone. Embeddings are computed on each side."""
+    return request.prompt_token_ids is not None and request.prompt_embeds is None
+
+
+def _params(request: "Request") -> Mapping[str, Any]:
+    return request.kv_transfer_params or {}
+
+
+def _text(params: Mapping[str, Any], key: str) -> str | None:
+    value = params.get(key)
+    return value if isinstance(value, str) and value else None

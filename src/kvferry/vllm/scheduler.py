@@ -1,0 +1,183 @@
+"""The scheduler half: turns what happens to requests into orders for the workers, and keeps their blocks held.
+
+Life of a transfer here. Producer: *expect* when the prompt is first scheduled, *publish* when the request has ended
+with its prompt computed (by length, stop or end-of-sequence alike), *withdraw* when it ended otherwise. Consumer:
+*pull* when vLLM has allocated blocks for the tokens that are missing, *cancel* when the request ends before its cache
+came, *release* when nothing is needed after all (a full prefix hit, a request that reads no cache, one that ended in
+the queue). Every block of a publish or a pull is held (:mod:`kvferry.vllm.holds`) until all ranks say it is quiet;
+so vLLM may drop its own references at once, and no request waits for a send.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
+
+from kvferry.ids import RequestId, TransferId
+from kvferry.protocol import Span, Table, Ticket
+from kvferry.runtime import new_epoch
+from kvferry.vllm.holds import BlockHolds
+from kvferry.vllm.metadata import (
+    Cancel,
+    Expect,
+    FerryMetadata,
+    FerryWorkerMetadata,
+    Order,
+    Publish,
+    Pull,
+    Release,
+    Siblings,
+    Withdraw,
+)
+from kvferry.vllm.request import (
+    Origin,
+    has_plain_prompt,
+    leave_last_token,
+    mark_dealt_with,
+    origin_of,
+    transfer_of,
+    wants_decode,
+    wants_prefill,
+)
+from kvferry.vllm.tables import CacheShape
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(f"vllm.{__name__}")
+
+PUBLISHED = frozenset({RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED})
+"""Ends of a prefill request after which its cache is whole."""
+
+
+class FerryScheduler:
+    """Scheduler half of the connector; called by vLLM's scheduler, on its thread."""
+
+    def __init__(self, shape: CacheShape, holds: BlockHolds, *, produces: bool, consumes: bool) -> None:
+        self._shape = shape
+        self._holds = holds
+        self._produces = produces
+        self._consumes = consumes
+        self._tickets = itertools.count(1)
+        self._orders: list[Order] = []
+        self._expected: set[str] = set()
+        """Request ids whose *expect* was given and whose end has not been seen."""
+        self._pulling: dict[str, Ticket] = {}
+        """Request ids that wait for a pull, with its ticket."""
+
+    # -- what vLLM asks and tells, in the order of a request's life ------------------------------------------
+
+    def introduce(self, placements: Sequence[bytes]) -> None:
+        """Tell every worker who this engine is: a new life of it, and the placements of all ranks in rank order."""
+        self._orders.append(Siblings(new_epoch(), tuple(placements)))
+
+    def on_new_request(self, request: "Request") -> None:
+        """Producer: stop the prompt one token early where the N-1 rule holds."""
+        if self._produces and wants_decode(request) and self._shape.leaves_last_token:
+            leave_last_token(request)
+
+    def missing_tokens(self, request: "Request", cached: int) -> int:
+        """How many tokens after the first ``cached`` ones can be fetched from the producer."""
+        if not (self._consumes and wants_prefill(request)) or origin_of(request) is None:
+            return 0
+        if request.skip_reading_prefix_cache or not has_plain_prompt(request):
+            return 0
+        return max(0, self._shape.movable_tokens(request.num_prompt_tokens) - cached)
+
+    def on_allocated(self, request: "Request", blocks: "KVCacheBlocks", missing: int) -> None:
+        """Blocks were allocated; ``missing`` of the request's tokens are to be fetched."""
+        if wants_prefill(request):
+            origin = origin_of(request) if self._consumes else None
+            mark_dealt_with(request)
+            if origin is None:
+                self._warn_of_parameters(request)
+            elif missing > 0:
+                self._pull(request, origin, blocks.get_block_ids(), missing)
+            else:
+                self._release(request, origin)
+        elif wants_decode(request):
+            self._expect(request)
+
+    def on_finished(self, request: "Request", blocks: Sequence[Sequence[int]]) -> None:
+        """The request has ended, for whatever reason; vLLM drops its own references to ``blocks`` after this."""
+        if (ticket := self._pulling.get(request.request_id)) is not None:
+            self._orders.append(Cancel(ticket))
+        elif wants_prefill(request):
+            origin = origin_of(request) if self._consumes else None
+            mark_dealt_with(request)
+            if origin is not None:
+                self._release(request, origin)
+        elif wants_decode(request) and self._produces:
+            transfer = transfer_of(request)
+            if transfer is not None:
+                self._end_prefill(request, transfer, blocks)
+
+    def take_orders(self) -> FerryMetadata:
+        """The orders of this step."""
+        orders, self._orders = self._orders, []
+        return FerryMetadata(tuple(orders))
+
+    def on_worker_output(self, output: "KVConnectorOutput") -> None:
+        """What all ranks reported in a step: receives that ended, tickets that are quiet."""
+        for request_id in output.finished_recving or ():
+            self._pulling.pop(request_id, None)
+        meta = output.kv_connector_worker_meta
+        if isinstance(meta, FerryWorkerMetadata):
+            self._holds.settle(meta.quiet)
+
+    def has_work(self) -> bool:
+        """Whether the engine must go on stepping although no request is left."""
+        return bool(self._orders) or len(self._holds) > 0
+
+    # -- steps of the above ----------------------------------------------------------------------------------
+
+    def _pull(self, request: "Request", origin: Origin, blocks: Sequence[Sequence[int]], missing: int) -> None:
+        stop = self._shape.movable_tokens(request.num_prompt_tokens)
+        span = Span(stop - missing, stop)
+        tables = self._shape.cut(blocks, span)
+        ticket = self._hold(tables)
+        self._pulling[request.request_id] = ticket
+        self._orders.append(Pull(ticket, RequestId(request.request_id), origin.transfer, origin.source, span, tables))
+
+    def _release(self, request: "Request", origin: Origin) -> None:
+        self._orders.append(Release(origin.transfer, RequestId(request.request_id), origin.source))
+
+    def _expect(self, request: "Request") -> None:
+        if not self._produces or request.request_id in self._expected:
+            return
+        transfer = transfer_of(request)
+        if transfer is None:
+            logger.warning("request %s: no transfer_id, so its cache is not published", request.request_id)
+            return
+        self._expected.add(request.request_id)
+        self._orders.append(Expect(transfer))
+
+    def _end_prefill(self, request: "Request", transfer: TransferId, blocks: Sequence[Sequence[int]]) -> None:
+        self._expected.discard(request.request_id)
+        tokens = request.num_prompt_tokens
+        if request.status not in PUBLISHED or request.num_computed_tokens < tokens:
+            self._orders.append(Withdraw(transfer, f"the prefill request ended as {request.status.name}"))
+        elif self._shape.leaves_last_token and request.num_computed_tokens > tokens:
+            why = f"its state has moved on to {request.num_computed_tokens} tokens, the prompt has {tokens}"
+            self._orders.append(Withdraw(transfer, why))
+        else:
+            tables = self._shape.cut(blocks, Span(0, tokens))
+            ticket = self._hold(tables)
+            self._orders.append(Publish(ticket, RequestId(request.request_id), transfer, tokens, tables))
+
+    def _hold(self, tables: Sequence[Table]) -> Ticket:
+        ticket = Ticket(next(self._tickets))
+        self._holds.hold(ticket, tables)
+        return ticket
+
+    def _warn_of_parameters(self, request: "Request") -> None:
+        logger.warning(
+            "request %s: kv_transfer_params name no source that this engine can fetch from (%s); its prompt is "
+            "computed here",
+            request.request_id,
+            request.kv_transfer_params,
+        )

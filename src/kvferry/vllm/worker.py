@@ -1,0 +1,237 @@
+"""The worker half: owns the memory of one rank, carries out the scheduler's orders, reports what came of them.
+
+vLLM calls it on the model runner's thread, once a step. Nothing here waits for a peer: orders go to the runtimes
+(:mod:`kvferry.runtime`), which have threads of their own, and results are taken out of their queues.
+
+Published blocks are read by an engine outside the device's streams. On a device the blocks are valid once the work
+that was submitted up to ``wait_for_save`` is done, so an event is recorded there and a publication is held back until
+the event has happened; nobody waits for it. On the CPU the work is done when the call is made.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, assert_never
+
+import torch
+from vllm.logger import init_logger
+
+from kvferry.ids import EngineId, Incarnation
+from kvferry.layout import BoundLayout, Parallel, bind_layout, decode_placement, encode_placement
+from kvferry.protocol import Fate, Ticket
+from kvferry.runtime import ConsumerRuntime, Fetch, Local, ProducerRuntime, Publication
+from kvferry.vllm.config import Config
+from kvferry.vllm.endpoint import read_options
+from kvferry.vllm.layouts.extract import layout_of_worker, parallel_of_this_process
+from kvferry.vllm.metadata import (
+    Cancel,
+    Expect,
+    FerryHandshake,
+    FerryWorkerMetadata,
+    Order,
+    Publish,
+    Pull,
+    Release,
+    Siblings,
+    Withdraw,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Receives that ended since they were last asked for, by vLLM's request ids."""
+
+    finished: set[str] = field(default_factory=set)
+    """All of them: vLLM must not wait for a request any longer."""
+    failed: set[str] = field(default_factory=set)
+    """Those whose cache did not come."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unready:
+    """Publications that become valid when the device gets to ``event``."""
+
+    event: Any
+    publications: tuple[Publication, ...]
+
+
+class FerryWorker:
+    """Worker half of the connector."""
+
+    def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: Config) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._bound: BoundLayout | None = None
+        self._parallel: Parallel | None = None
+        self._producer: ProducerRuntime | None = None
+        self._consumer: ConsumerRuntime | None = None
+        self._fresh: list[Publication] = []
+        self._unready: list[_Unready] = []
+
+    # -- start and end ---------------------------------------------------------------------------------------
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Read the layout; refuses here, before any request, what cannot be carried."""
+        parallel = parallel_of_this_process(self._vllm_config)
+        layout = layout_of_worker(
+            kv_caches,
+            self._kv_cache_config,
+            vllm_config=self._vllm_config,
+            engine_id=self._engine_id,
+            parallel=parallel,
+        )
+        self._parallel = parallel
+        self._bound = bind_layout(layout)
+        logger.info(
+            "kvferry: %d components of %d layers in %d regions, layout %s",
+            len(layout.components),
+            len({component.layer for component in layout.components}),
+            len(layout.regions),
+            self._bound.placement.fingerprint[:16],
+        )
+
+    def handshake(self) -> FerryHandshake | None:
+        """This rank's placement; ``None`` before it is known."""
+        return None if self._bound is None else FerryHandshake(encode_placement(self._bound.placement))
+
+    def close(self) -> None:
+        """Stop the runtimes; safe to call twice."""
+        for runtime in (self._producer, self._consumer):
+            if runtime is not None:
+                runtime.close()
+        self._producer = self._consumer = None
+
+    def _start(self, siblings: Siblings) -> None:
+        if self._bound is None or self._parallel is None:
+            raise RuntimeError("vLLM gave orders before it registered its caches")
+        parallel = self._parallel
+        local = Local(
+            incarnation=Incarnation(EngineId(self._engine_id), siblings.epoch),
+            model=identify_model(self._vllm_config),
+            index=parallel.pp_rank * parallel.tp_size + parallel.tp_rank,
+            binding=self._bound.binding,
+            placements=tuple(decode_placement(data) for data in siblings.placements),
+            tp_size=parallel.tp_size,
+            pp_size=parallel.pp_size,
+        )
+        options = read_options(self._vllm_config, self._config, rank=local.index)
+        transfer = self._vllm_config.kv_transfer_config
+        if transfer.is_kv_producer:
+            self._producer = ProducerRuntime(local, options)
+        if transfer.is_kv_consumer:
+            self._consumer = ConsumerRuntime(local, options)
+
+    @property
+    def _engine_id(self) -> str:
+        return str(self._vllm_config.kv_transfer_config.engine_id)
+
+    # -- every step ------------------------------------------------------------------------------------------
+
+    def obey(self, orders: Sequence[Order]) -> None:
+        """Carry out the orders of this step, in their order."""
+        for order in orders:
+            match order:
+                case Siblings():
+                    self._start(order)
+                case Expect() | Publish() | Withdraw():
+                    self._produce(order)
+                case Pull() | Cancel() | Release():
+                    self._consume(order)
+                case _:
+                    assert_never(order)
+
+    def mark_step(self) -> None:
+        """The work of this step is submitted: what was published in it is valid when that work is done."""
+        if not self._fresh:
+            return
+        fresh, self._fresh = tuple(self._fresh), []
+        if self._is_cpu:
+            self._publish(fresh)
+            return
+        event = torch.Event()
+        event.record()
+        self._unready.append(_Unready(event, fresh))
+
+    def take_ended(self) -> Ended:
+        """Receives that ended; called once a step, so the device is asked here too."""
+        while self._unready and self._unready[0].event.query():
+            self._publish(self._unready.pop(0).publications)
+        ended = Ended()
+        for end in self._consumer.take_ended() if self._consumer is not None else ():
+            ended.finished.add(end.request)
+            if end.outcome.fate is not Fate.DONE:
+                ended.failed.add(end.request)
+        return ended
+
+    def take_quiet(self) -> FerryWorkerMetadata | None:
+        """The tickets that went quiet."""
+        quiet: Counter[Ticket] = Counter()
+        for runtime in (self._producer, self._consumer):
+            if runtime is not None:
+                quiet.update(runtime.take_quiet())
+        return FerryWorkerMetadata(quiet) if quiet else None
+
+    def _produce(self, order: Expect | Publish | Withdraw) -> None:
+        producer = self._producer
+        if producer is None:
+            raise RuntimeError(f"an order for a producer, which this engine is not: {order}")
+        match order:
+            case Expect():
+                producer.expect(order.transfer)
+            case Withdraw():
+                logger.info("transfer %s is not published: %s", order.transfer, order.why)
+                producer.withdraw(order.transfer)
+            case Publish():
+                self._fresh.append(Publication(order.ticket, order.request, order.transfer, order.tokens, order.tables))
+            case _:
+                assert_never(order)
+
+    def _consume(self, order: Pull | Cancel | Release) -> None:
+        consumer = self._consumer
+        if consumer is None:
+            raise RuntimeError(f"an order for a consumer, which this engine is not: {order}")
+        match order:
+            case Pull():
+                consumer.fetch(
+                    Fetch(order.ticket, order.request, order.transfer, order.source, order.span, order.tables)
+                )
+            case Cancel():
+                consumer.cancel(order.ticket)
+            case Release():
+                consumer.release(order.transfer, order.request, order.source)
+            case _:
+                assert_never(order)
+
+    def _publish(self, publications: Sequence[Publication]) -> None:
+        if self._producer is not None:
+            for publication in publications:
+                self._producer.publish(publication)
+
+    @property
+    def _is_cpu(self) -> bool:
+        return self._bound is None or all(storage.memory == "cpu" for storage in self._bound.placement.storages)
+
+
+def identify_model(vllm_config: "VllmConfig") -> str:
+    """What must be equal at both ends for a cache to mean the same, as a short name.
+
+    Architecture, shapes, element type and quantisation; not where the model lies on this machine, and not its
+    weights, which nothing here can tell apart.
+    """
+    model = vllm_config.model_config
+    facts = {key: value for key, value in model.hf_text_config.to_dict().items() if key not in _LOCAL_FACTS}
+    facts |= {"dtype": str(model.dtype), "quantization": str(model.quantization)}
+    digest = hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+    return f"{'+'.join(model.architectures)}:{digest}"
+
+
+_LOCAL_FACTS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})

@@ -1,0 +1,22 @@
+"""What tests with real engines share: models are built once, and vLLM is imported once for all engines of a run."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.testing.engine_forge import EngineForge
+from kvferry.testing.engines import warm_forge
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where this run builds its tiny models."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineForge]:
+    """The warm process that engines are forked from."""
+    with warm_forge(tmp_path_factory.mktemp("forge") / "forge.log") as warm:
+        yield warm

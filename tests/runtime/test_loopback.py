@@ -1,0 +1,169 @@
+"""Producer and consumer runtimes against each other: right bytes, right ends, blocks back when and only when quiet."""
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from kvferry.errors import ProtocolReason
+from kvferry.ids import RequestId, TransferId
+from kvferry.layout import Group
+from kvferry.protocol import Fate, Span, Table, Ticket
+from kvferry.testing.layouts import page, side_by_side, state, worker
+
+from .loopback import SOURCE, Joined, fetch, join, next_end, publication
+
+BLOCK = 16
+NBYTES = 8
+PAGE = 2 * BLOCK * NBYTES
+
+
+def hybrid(num_blocks: int = 16) -> object:
+    components = side_by_side(
+        [
+            page("l0", heads=(0, 2, 2), tokens=BLOCK, nbytes=NBYTES, num_blocks=num_blocks),
+            page("l1", heads=(0, 2, 2), tokens=BLOCK, nbytes=NBYTES, num_blocks=num_blocks),
+            state("l2", part=(0, 4, 4), nbytes=NBYTES, num_blocks=num_blocks, group=1),
+        ],
+        base=0,
+    )
+    return worker(components, groups=[Group("attention", BLOCK), Group("state", 4096)])
+
+
+@pytest.fixture
+def joined() -> Iterator[Joined]:
+    pair = join([hybrid()], hybrid())
+    for memory in pair.source:
+        memory.bytes[:] = np.random.default_rng(1).integers(0, 256, memory.bytes.size, np.uint8)
+    yield pair
+    pair.close()
+
+
+def rows(memory: np.ndarray, layer: int, block: int) -> np.ndarray:
+    """The page of one block of one attention layer."""
+    first = layer * 16 * PAGE + block * PAGE
+    return memory[first : first + PAGE]
+
+
+P_TABLES = (Table(0, (3, 4, 9)), Table(0, (5,)))
+D_TABLES = (Table(0, (8, 2, 1)), Table(0, (7,)))
+
+
+def wait_until(holds: Callable[[], bool], *, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def publish_and_fetch(pair: Joined, transfer: str = "t1", *, tokens: int = 40) -> None:
+    pair.call(pair.producers[0].publish, publication(1, transfer, tokens, *P_TABLES))
+    pair.call(pair.consumer.fetch, fetch(11, transfer, Span(0, tokens), *D_TABLES))
+
+
+def test_the_right_bytes_arrive_and_both_sides_end(joined: Joined) -> None:
+    publish_and_fetch(joined)
+    end = next_end(joined)
+    assert (end.outcome.fate, end.ticket, end.request) == (Fate.DONE, 11, "d-t1")
+    source, target = joined.source[0].bytes, joined.target.bytes
+    for layer in (0, 1):
+        assert (rows(target, layer, 8) == rows(source, layer, 3)).all()
+        assert (rows(target, layer, 2) == rows(source, layer, 4)).all()
+    states = 2 * 16 * PAGE
+    assert (target[states + 7 * 32 : states + 8 * 32] == source[states + 5 * 32 : states + 6 * 32]).all()
+    assert joined.consumer.quiet.get(timeout=5) == 11
+    assert joined.producers[0].quiet.get(timeout=5) == 1
+
+
+def test_a_pull_that_comes_first_waits_for_the_prompt(joined: Joined) -> None:
+    joined.call(joined.consumer.fetch, fetch(11, "t1", Span(0, 40), *D_TABLES))
+    joined.call(joined.producers[0].expect, TransferId("t1"))
+    with pytest.raises(queue.Empty):
+        joined.consumer.ended.get(timeout=0.05)
+    joined.call(joined.producers[0].publish, publication(1, "t1", 40, *P_TABLES))
+    assert next_end(joined).outcome.fate is Fate.DONE
+
+
+def test_a_release_frees_the_producer_and_moves_nothing(joined: Joined) -> None:
+    joined.call(joined.producers[0].publish, publication(1, "t1", 40, *P_TABLES))
+    joined.call(joined.consumer.release, TransferId("t1"), RequestId("d-t1"), SOURCE)
+    assert joined.producers[0].quiet.get(timeout=5) == 1
+    assert not joined.target.bytes.any()
+
+
+def test_a_state_of_another_position_is_refused(joined: Joined) -> None:
+    joined.call(joined.producers[0].publish, publication(1, "t1", 41, *P_TABLES))
+    joined.call(joined.consumer.fetch, fetch(11, "t1", Span(0, 40), *D_TABLES))
+    end = next_end(joined)
+    assert end.outcome.fate is Fate.FAILED
+    assert end.outcome.reason is ProtocolReason.PLAN_REFUSED
+    assert "41" in end.outcome.detail
+    assert joined.consumer.quiet.get(timeout=5) == 11
+    assert not joined.target.bytes.any()
+
+
+def test_a_withdrawn_transfer_fails_its_fetch(joined: Joined) -> None:
+    joined.call(joined.producers[0].expect, TransferId("t1"))
+    joined.call(joined.consumer.fetch, fetch(11, "t1", Span(0, 40), *D_TABLES))
+    joined.call(joined.producers[0].withdraw, TransferId("t1"))
+    assert next_end(joined).outcome.fate is not Fate.DONE
+    assert joined.consumer.quiet.get(timeout=5) == 11
+
+
+def test_another_model_is_refused_before_a_byte() -> None:
+    pair = join([hybrid()], hybrid(), models=("m1", "m2"))
+    publish_and_fetch(pair)
+    end = next_end(pair)
+    assert end.outcome.reason is ProtocolReason.INCOMPATIBLE_PEER
+    assert "'m1'" in end.outcome.detail
+    assert "'m2'" in end.outcome.detail
+    pair.close()
+
+
+def test_an_aborted_fetch_gives_its_blocks_back_when_the_producer_says_so(joined: Joined) -> None:
+    joined.call(joined.consumer.fetch, fetch(11, "t1", Span(0, 40), *D_TABLES))
+    joined.call(joined.producers[0].expect, TransferId("t1"))
+    joined.call(joined.consumer.cancel, Ticket(11))
+    assert next_end(joined).outcome.fate is Fate.ABORTED
+    assert joined.consumer.quiet.get(timeout=5) == 11
+    joined.call(joined.producers[0].publish, publication(1, "t1", 40, *P_TABLES))
+    assert joined.producers[0].quiet.get(timeout=5) == 1
+
+
+def test_a_lost_producer_is_fenced_before_blocks_go_back() -> None:
+    pair = join([hybrid()], hybrid(), rows_per_poll=1)
+    pair.source[0].bytes[:] = 7
+    pair.call(pair.consumer.fetch, fetch(11, "t1", Span(0, 40), *D_TABLES))
+    wait_until(lambda: pair.consumer.open_pulls != ())
+    (key,) = pair.consumer.open_pulls
+    pair.hub.stop("memory:2")
+    pair.call(pair.producers[0].publish, publication(1, "t1", 40, *P_TABLES))
+    with pytest.raises(queue.Empty):
+        pair.consumer.ended.get(timeout=0.1)
+    pair.wire.cut = True
+    pair.call(pair.consumer.on_lost, key)
+    assert next_end(pair).outcome.reason is ProtocolReason.PEER_LOST
+    assert pair.consumer.quiet.get(timeout=5) == 11
+    assert not pair.hub.reaches("memory:2")
+    pair.close()
+
+
+def test_two_producer_ranks_fill_one_consumer() -> None:
+    def half(first: int) -> object:
+        parts = [page("l0", heads=(first, 1, 2), tokens=BLOCK, nbytes=NBYTES, num_blocks=16)]
+        return worker(parts)
+
+    pair = join([half(0), half(1)], worker([page("l0", heads=(0, 2, 2), tokens=BLOCK, nbytes=NBYTES, num_blocks=16)]))
+    for index, memory in enumerate(pair.source):
+        memory.bytes[:] = index + 1
+    for index, producer in enumerate(pair.producers):
+        pair.call(producer.publish, publication(index + 1, "t1", 40, Table(0, (3, 4, 9))))
+    pair.call(pair.consumer.fetch, fetch(11, "t1", Span(0, 40), Table(0, (8, 2, 1))))
+    assert next_end(pair).outcome.fate is Fate.DONE
+    page_bytes = rows(pair.target.bytes, 0, 8)
+    assert (page_bytes[: PAGE // 2] == 1).all()
+    assert (page_bytes[PAGE // 2 :] == 2).all()
+    assert [producer.quiet.get(timeout=5) for producer in pair.producers] == [1, 2]
+    pair.close()
