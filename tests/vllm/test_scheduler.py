@@ -11,8 +11,8 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from kvferry.protocol import Source, Span, Table
-from kvferry.testing.models import build_model
 from kvferry.testing.model_recipes import QWEN3
+from kvferry.testing.models import build_model
 from kvferry.vllm.metadata import Cancel, Expect, Publish, Pull, Release, Withdraw
 
 from . import engine_core as core

@@ -11,13 +11,13 @@ from math import lcm
 
 import numpy as np
 
-from kvferry.cli.layers import Alike, shape_of
+from kvferry.cli.layers import Alike, name_layers, shape_of
 from kvferry.layout import Binding, Component, Placement
 from kvferry.layout.records import LIMIT
 from kvferry.plan import BlockTable, PairPlan, Plan, TransferRequest
 from kvferry.plan.assign import Move
 from kvferry.plan.boxes import Box
-from kvferry.plan.pair import ClassKey, ClassPlan, class_key
+from kvferry.plan.pair import ClassKey, ClassPlan, SideOfClass, class_key
 from kvferry.plan.strands import Strand
 
 RUNS_MEASURED = 1 << 20
@@ -66,6 +66,12 @@ class ClassCost:
     cost: Cost
 
     @property
+    def name(self) -> str:
+        """``layers 0..60 data, scale``."""
+        layers = name_layers([c.layer_index for kind in self.kinds for c in kind.dst.members])
+        return f"{layers} {', '.join(dict.fromkeys(kind.dst.first.component for kind in self.kinds))}"
+
+    @property
     def runs_per_block(self) -> float:
         """Runs for one table entry of the consumer; for one request of a state."""
         key = self.plan.key
@@ -86,6 +92,14 @@ class PairCost:
     classes: tuple[ClassCost, ...]
     attention: Cost | None
     state: Cost | None
+
+
+def piece_tokens(side: SideOfClass, component: Component) -> int:
+    """Positions of one piece of a block in which rows keep one distance."""
+    token = component.token_axis
+    assert token is not None, "only attention has pieces"  # noqa: S101
+    straight = component.page_stride == token.count * token.stride
+    return side.block_tokens if component.pages == 1 or straight else token.count * component.row_tokens
 
 
 def costs_of(plan: Plan, src: Sequence[Binding], dst: Sequence[Binding]) -> tuple[PairCost, ...]:

@@ -1,5 +1,6 @@
 """``kvferry inspect``: what is where in one layout file, as a table, as JSON, and as a picture to scale."""
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,10 +44,10 @@ def inspect_command(
 
 
 def _range(words: str) -> BlockRange:
-    first, _, last = words.partition("-")
-    if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) < int(first):
+    found = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", words)
+    if found is None or int(found[2] or found[1]) < int(found[1]):
         raise typer.BadParameter(f"{words!r} is neither a block number nor A-B with A <= B", param_hint="--blocks")
-    return BlockRange(int(first), int(last or first))
+    return BlockRange(int(found[1]), int(found[2] or found[1]))
 
 
 def _check_drawable(chosen: BlockRange, layout: Layout) -> None:

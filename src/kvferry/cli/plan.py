@@ -4,7 +4,6 @@ The contract is section 3 of the layout file's specification: one object on stan
 of JSON on standard error and exit status 2.
 """
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from rich.table import Table
 from kvferry.cli.output import write_picture
 from kvferry.cli.plan_picture import draw_plan
 from kvferry.cli.plan_scene import Scene
+from kvferry.cli.refusal import refused
 from kvferry.errors import PlanError, PlanReason
 from kvferry.layout import BoundLayout, bind_layout, parse_layout
 from kvferry.plan import (
@@ -33,8 +33,6 @@ from kvferry.plan import (
 
 PLAN_FORMAT = "kvferry.plan/1"
 MAX_FILE_MB = 256
-REFUSED = 2
-"""Exit status of a refusal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +165,7 @@ def plan_command(
         wanted = read_request(request, limit)
         planned = plan_transfers(sides[0], sides[1], wanted, max_descriptors=max_descriptors)
     except PlanError as error:
-        sys.stderr.write(json.dumps({"error": {"reason": error.reason.value, "message": error.message}}) + "\n")
-        raise typer.Exit(REFUSED) from error
+        raise refused(error) from error
     if svg is not None:
         moved = {(t.producer, t.consumer): t.descriptors for t in planned.transfers}
         names = [path.name for path in producer], [path.name for path in consumer]

@@ -8,16 +8,14 @@ are planned alike are told once.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvferry.cli.costs import ClassCost, Kind, PairCost
-from kvferry.cli.folding import Folding, folding_of
-from kvferry.cli.layers import alike, name_layers, part_of
+from kvferry.cli.advice import cheaper
+from kvferry.cli.costs import ClassCost, Kind, PairCost, piece_tokens
+from kvferry.cli.folding import folding_of
+from kvferry.cli.layers import alike, part_of
 from kvferry.layout import Component, ContextParallel
 from kvferry.plan import Plan
 from kvferry.plan.boxes import Box, box_of
 from kvferry.plan.pair import SideOfClass
-
-SMALL_RUN = 65_536
-"""Below this many bytes a run costs a network engine about as much as one of this size."""
 
 Lines = list[str]
 
@@ -38,7 +36,7 @@ def explain(plan: Plan, costs: Sequence[PairCost]) -> Lines:
         told.setdefault(tuple(_how(cost)), []).append(cost)
     for body, pairs in told.items():
         out += ["", f"How {_pairs(pairs)} {'is' if len(pairs) == 1 else 'are'} planned", *_indent(body)]
-    out += ["", "What would make it cheaper", *_indent(_cheaper(costs))]
+    out += ["", "What would make it cheaper", *_indent(cheaper(costs))]
     return out
 
 
@@ -143,7 +141,7 @@ def _copy_line(plan: Plan, members: tuple[int, ...], components: Sequence[Compon
 def _how(cost: PairCost) -> Lines:
     lines: Lines = []
     for one in cost.classes:
-        lines.append(f"{_class_name(one)}:")
+        lines.append(f"{one.name}:")
         lines += _indent([_unit(one), *_runs(one), _descriptors(one)])
     for part, words in (
         (cost.attention, "per 1,000 tokens in scattered blocks"),
@@ -153,11 +151,6 @@ def _how(cost: PairCost) -> Lines:
             runs = part.runs_of(1000) if part.tokens else part.runs
             lines.append(f"in all {_round(runs)} descriptors {words}, the smallest of {part.smallest:,} bytes")
     return lines
-
-
-def _class_name(one: ClassCost) -> str:
-    layers = name_layers([c.layer_index for kind in one.kinds for c in kind.dst.members])
-    return f"{layers} {', '.join(dict.fromkeys(kind.dst.first.component for kind in one.kinds))}"
 
 
 def _unit(one: ClassCost) -> str:
@@ -177,14 +170,6 @@ def _unit(one: ClassCost) -> str:
     return (
         f"unit: {key.unit_tokens:,} tokens, the largest that divides what is uniform on both sides: {'; '.join(limits)}"
     )
-
-
-def piece_tokens(side: SideOfClass, component: Component) -> int:
-    """Positions of one piece of a block in which rows keep one distance."""
-    token = component.token_axis
-    assert token is not None, "only attention has pieces"  # noqa: S101
-    straight = component.page_stride == token.count * token.stride
-    return side.block_tokens if component.pages == 1 or straight else token.count * component.row_tokens
 
 
 def _limit(name: str, side: SideOfClass, component: Component) -> str:
@@ -231,99 +216,3 @@ def _descriptors(one: ClassCost) -> str:
 
 def _round(number: float) -> str:
     return f"{number:,.1f}".removesuffix(".0")
-
-
-# --------------------------------------------------------------------------------------------------- what would help
-
-
-def _cheaper(costs: Sequence[PairCost]) -> Lines:
-    advice: dict[str, None] = {}
-    for cost in costs:
-        for one in cost.classes:
-            advice.update(dict.fromkeys(_advice(one)))
-    smallest = min((one.cost.smallest for cost in costs for one in cost.classes), default=SMALL_RUN)
-    if advice and smallest < SMALL_RUN:
-        advice[
-            f"runs under {SMALL_RUN:,} bytes cost about as much as one of that size: the smallest has {smallest:,}"
-        ] = None
-    return list(advice) or [
-        "nothing in the layouts: every component of a block is one run already; blocks with consecutive ids on both "
-        "sides join further"
-    ]
-
-
-def _advice(one: ClassCost) -> Iterable[str]:
-    name = _class_name(one)
-    for kind in one.kinds:
-        yield from _fold_advice(name, kind, folding_of(kind))
-    key = one.plan.key
-    if key.kind == "state":
-        return
-    first = one.kinds[0]
-    pieces = piece_tokens(key.src, first.src.first), piece_tokens(key.dst, first.dst.first)
-    blocks = key.src.entry_tokens, key.dst.entry_tokens
-    shares = [(s.size, s.interleave) if s else (1, 1) for s in (key.src.share, key.dst.share)]
-    ideal = len(one.plan.strands) * max(1.0, blocks[1] / blocks[0])
-    if one.runs_per_block <= ideal + 1e-9:
-        return
-    pages = _page_tokens(first.src.first), _page_tokens(first.dst.first)
-    if pages[0] != pages[1] and (pieces[0] != pieces[1] or folding_of(first).left):
-        yield (
-            f"{name}: equal kernel blocks, now {pages[0]:,} tokens at the producer and {pages[1]:,} at the consumer "
-            f"(a unit of {key.unit_tokens:,})"
-        )
-    if blocks[0] != blocks[1]:
-        yield f"{name}: equal block sizes, now {blocks[0]:,} tokens at the producer and {blocks[1]:,} at the consumer"
-    if shares[0] != shares[1]:
-        yield f"{name}: equal context-parallel size and interleave on both sides, now {shares[0]} and {shares[1]}"
-    if pieces[0] == pieces[1] and blocks[0] == blocks[1] and shares[0] == shares[1] and not folding_of(first).left:
-        yield f"{name}: pages that follow each other without a gap on both sides, so that the units of a block join"
-
-
-def _page_tokens(component: Component) -> int:
-    token = component.token_axis
-    assert token is not None, "only attention has pages"  # noqa: S101
-    return token.count * component.row_tokens
-
-
-def _same_order(kind: Kind) -> bool:
-    """Whether both sides nest their axes alike, outermost first."""
-    orders = [
-        [axis.name for axis in sorted(side.first.axes, key=lambda a: -a.stride) if axis.count > 1]
-        for side in (kind.src, kind.dst)
-    ]
-    return orders[0] == orders[1]
-
-
-def _fold_advice(name: str, kind: Kind, folding: Folding) -> Iterable[str]:
-    if not folding.left:
-        return
-    split = [
-        mine.name
-        for mine, theirs, met in zip(kind.src.first.global_axes, kind.dst.first.global_axes, kind.box, strict=True)
-        if met.size < max(mine.count, theirs.count)
-    ]
-    where = "state" if kind.key.kind == "state" else "page"
-    spread = [
-        f"the {side}'s {n.name} steps ({step:,} bytes) are further apart than its blocks ({stride:,})"
-        for n in folding.left
-        for side, step, stride in (
-            ("producer", n.loop.src, kind.key.src.block_stride),
-            ("consumer", n.loop.dst, kind.key.dst.block_stride),
-        )
-        if step >= stride
-    ]
-    if spread:
-        yield f"{name}: every block in one piece of memory: {'; '.join(spread)}"
-    elif not split and _same_order(kind) and _page_tokens(kind.src.first) != _page_tokens(kind.dst.first):
-        return  # the pages differ in size alone: said of the whole class
-    elif split:
-        axis = " and ".join(split)
-        total = folding.run * folding.runs
-        yield (
-            f"{name}: {axis}-major {where}s on both sides ({axis} the outermost axis): the part of this pair would be "
-            f"one run of {total:,} bytes in a unit instead of {folding.runs:,} runs of {folding.run:,}"
-        )
-    else:
-        order = "no gaps" if _same_order(kind) else "the same order of axes"
-        yield f"{name}: {order} inside a {where} on both sides, so that it is one run"

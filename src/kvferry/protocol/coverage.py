@@ -57,8 +57,8 @@ class Coverage:
 
 def _joined(ranges: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
     """The union of sorted disjoint ranges and one more; touching ranges join."""
-    first = bisect_left([right for _, right in ranges], start)
-    last = bisect_right([left for left, _ in ranges], stop)
+    first = bisect_left(ranges, start, key=lambda one: one[1])
+    last = bisect_right(ranges, stop, key=lambda one: one[0])
     if first < last:
         start = min(start, ranges[first][0])
         stop = max(stop, ranges[last - 1][1])

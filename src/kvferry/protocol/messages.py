@@ -201,7 +201,10 @@ class LayoutAnswer(Struct, frozen=True, omit_defaults=True, tag_field="kind", ta
 
 
 class Pull(Struct, frozen=True, omit_defaults=True):
-    """A consumer rank asks a producer rank to write. Fields up to ``layout_id`` are upstream's, in its order."""
+    """A consumer rank asks a producer rank to write. All fields but the last are upstream's, in its order.
+
+    No more than fifteen: then msgspec writes the same short map header as for upstream's own record.
+    """
 
     remote_hostname: Text
     remote_port: Annotated[int, Meta(ge=0, le=65_535)]
@@ -219,7 +222,6 @@ class Pull(Struct, frozen=True, omit_defaults=True):
     registered_shared_group_ids: Annotated[tuple[Regions, ...], Meta(max_length=65_536)] = ()
     registered_row_offsets: Regions = ()
     remote_pp_size: Size = 1
-    layout_id: Whole = 0
     kvferry: PullExtension | Hello | None = None
 
 

@@ -28,7 +28,9 @@ class Row:
     """Digests of the moved pages equal at both ends."""
     equal: bool
     how: str
-    """By which rule the answer was compared, or what differs."""
+    """By which rule the answer was compared."""
+    detail: str
+    """What differs, for messages."""
 
 
 class Advance(Protocol):
@@ -67,7 +69,7 @@ class DemoView:
         table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE)
         for heading in ("prompt\ntokens", "found at\ndecode", "bytes", "descriptors", "ms"):
             table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("verified\nby digest")
+        table.add_column("verified\nby digest", no_wrap=True)
         table.add_column("equal", no_wrap=True)
         for row in rows:
             table.add_row(

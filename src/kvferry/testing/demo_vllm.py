@@ -103,7 +103,7 @@ class Tally:
         self.nbytes += transfer.nbytes
         self.problems += [f"{cell} {row.name}: {problem}" for problem in transfer.problems()]
         if not row.equal:
-            self.problems.append(f"{cell} {row.name}: {row.how}")
+            self.problems.append(f"{cell} {row.name}: {row.detail}")
 
     @property
     def last_line(self) -> str:
@@ -230,7 +230,8 @@ def _row(reference: Reference, transfer: Transfer, verdict: Verdict) -> Row:
         ms=transfer.ms,
         verified=transfer.proven,
         equal=verdict.equal,
-        how=verdict.detail or verdict.how,
+        how=verdict.how,
+        detail=verdict.detail,
     )
 
 

@@ -66,6 +66,10 @@ class Config:
     """File to which one JSON line per transfer and side is added, with a digest of the moved pages. For tests: it
     reads every moved byte once more."""
 
+    layout_dump: str | None = None
+    """Path to which each worker writes its layout file; ``{rank}`` in it stands for the worker's number (needed with
+    more than one), ``{engine}`` for the engine's id. See ``kvferry inspect`` and ``kvferry check``."""
+
     upstream_peers: Literal["refuse"] = "refuse"
     """Whether vLLM's own MooncakeConnector may be a peer. This version refuses such peers by name."""
 

@@ -24,6 +24,7 @@ from kvferry.protocol import Fate, Ticket
 from kvferry.runtime import ConsumerRuntime, Fetch, Local, ProducerRuntime, Publication
 from kvferry.vllm.config import Config
 from kvferry.vllm.endpoint import read_options
+from kvferry.vllm.layout_file import write_layout
 from kvferry.vllm.layouts.extract import layout_of_worker, parallel_of_this_process
 from kvferry.vllm.metadata import (
     Cancel,
@@ -91,6 +92,8 @@ class FerryWorker:
         )
         self._parallel = parallel
         self._bound = bind_layout(layout)
+        if self._config.layout_dump is not None:
+            logger.info("kvferry: layout written to %s", write_layout(self._config.layout_dump, layout))
         logger.info(
             "kvferry: %d components of %d layers in %d regions, layout %s",
             len(layout.components),

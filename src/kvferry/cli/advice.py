@@ -1,0 +1,107 @@
+"""What would make a pair cheaper: for each class the differences between the two layouts that cost descriptors.
+
+A class is as cheap as layouts can make it when every component of a block is one run; nothing is advised then.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from kvferry.cli.costs import ClassCost, Kind, PairCost, piece_tokens
+from kvferry.cli.folding import Folding, folding_of
+from kvferry.layout import Component
+
+SMALL_RUN = 65_536
+"""Below this many bytes a run costs a network engine about as much as one of this size."""
+
+
+def cheaper(costs: Sequence[PairCost]) -> list[str]:
+    """One sentence for each change to a layout that would save descriptors."""
+    advice: dict[str, None] = {}
+    for cost in costs:
+        for one in cost.classes:
+            advice.update(dict.fromkeys(_advice(one)))
+    smallest = min((one.cost.smallest for cost in costs for one in cost.classes), default=SMALL_RUN)
+    if advice and smallest < SMALL_RUN:
+        advice[
+            f"runs under {SMALL_RUN:,} bytes cost about as much as one of that size: the smallest has {smallest:,}"
+        ] = None
+    return list(advice) or [
+        "nothing in the layouts: every component of a block is one run already; blocks with consecutive ids on both "
+        "sides join further"
+    ]
+
+
+def _advice(one: ClassCost) -> Iterable[str]:
+    name = one.name
+    for kind in one.kinds:
+        yield from _fold_advice(name, kind, folding_of(kind))
+    key = one.plan.key
+    if key.kind == "state":
+        return
+    first = one.kinds[0]
+    pieces = piece_tokens(key.src, first.src.first), piece_tokens(key.dst, first.dst.first)
+    blocks = key.src.entry_tokens, key.dst.entry_tokens
+    shares = [(s.size, s.interleave) if s else (1, 1) for s in (key.src.share, key.dst.share)]
+    if one.cost.runs_of(max(blocks)) <= len(one.plan.strands) + 1e-9:
+        return
+    pages = _page_tokens(first.src.first), _page_tokens(first.dst.first)
+    if pages[0] != pages[1] and (pieces[0] != pieces[1] or folding_of(first).left):
+        yield (
+            f"{name}: equal kernel blocks, now {pages[0]:,} tokens at the producer and {pages[1]:,} at the consumer "
+            f"(a unit of {key.unit_tokens:,})"
+        )
+    sizes = key.src.block_tokens, key.dst.block_tokens
+    if sizes[0] != sizes[1]:
+        yield f"{name}: equal block sizes, now {sizes[0]:,} tokens at the producer and {sizes[1]:,} at the consumer"
+    if shares[0] != shares[1]:
+        yield f"{name}: equal context-parallel size and interleave on both sides, now {shares[0]} and {shares[1]}"
+    if pieces[0] == pieces[1] and blocks[0] == blocks[1] and shares[0] == shares[1] and not folding_of(first).left:
+        yield f"{name}: pages that follow each other without a gap on both sides, so that the units of a block join"
+
+
+def _page_tokens(component: Component) -> int:
+    token = component.token_axis
+    assert token is not None, "only attention has pages"  # noqa: S101
+    return token.count * component.row_tokens
+
+
+def _same_order(kind: Kind) -> bool:
+    """Whether both sides nest their axes alike, outermost first."""
+    orders = [
+        [axis.name for axis in sorted(side.first.axes, key=lambda a: -a.stride) if axis.count > 1]
+        for side in (kind.src, kind.dst)
+    ]
+    return orders[0] == orders[1]
+
+
+def _fold_advice(name: str, kind: Kind, folding: Folding) -> Iterable[str]:
+    if not folding.left:
+        return
+    split = [
+        mine.name
+        for mine, theirs, met in zip(kind.src.first.global_axes, kind.dst.first.global_axes, kind.box, strict=True)
+        if met.size < max(mine.count, theirs.count)
+    ]
+    where = "state" if kind.key.kind == "state" else "page"
+    spread = [
+        f"the {side}'s {n.name} steps ({step:,} bytes) are further apart than its blocks ({stride:,})"
+        for n in folding.left
+        for side, step, stride in (
+            ("producer", n.loop.src, kind.key.src.block_stride),
+            ("consumer", n.loop.dst, kind.key.dst.block_stride),
+        )
+        if step >= stride
+    ]
+    if spread:
+        yield f"{name}: every block in one piece of memory: {'; '.join(spread)}"
+    elif not split and _same_order(kind) and _page_tokens(kind.src.first) != _page_tokens(kind.dst.first):
+        return  # the pages differ in size alone: said of the whole class
+    elif split:
+        axis = " and ".join(split)
+        total = folding.run * folding.runs
+        yield (
+            f"{name}: {axis}-major {where}s on both sides ({axis} the outermost axis): the part of this pair would be "
+            f"one run of {total:,} bytes in a unit instead of {folding.runs:,} runs of {folding.run:,}"
+        )
+    else:
+        order = "no gaps" if _same_order(kind) else "the same order of axes"
+        yield f"{name}: {order} inside a {where} on both sides, so that it is one run"
