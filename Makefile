@@ -3,7 +3,7 @@ PY := .venv/bin/python
 SHELL := bash
 .DEFAULT_GOAL := help
 
-.PHONY: help setup setup-core demo demo-quick test test-quick check bench-plan format
+.PHONY: help setup setup-core demo demo-quick test test-quick check fuzz-plan bench-plan bench-costs mutants format
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -34,6 +34,11 @@ test: setup  ## everything: checks, unit, property, conformance and real-vLLM te
 
 test-quick: setup  ## without the real-vLLM tests
 	@$(PY) -m pytest -m "not vllm"
+
+START ?= 0
+COUNT ?= 100000
+fuzz-plan: setup  ## random pairs against the oracle, seeds START.. (COUNT of them)
+	@$(PY) -m kvferry.testing.fuzz_plan --start $(START) --count $(COUNT)
 
 bench-plan: setup  ## planning speed, against vLLM's own connector
 	@$(PY) -m pytest benchmarks/bench_plan.py -p no:cacheprovider --benchmark-columns=min,median,rounds -q -s

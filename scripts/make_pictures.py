@@ -1,16 +1,19 @@
 """Make the pictures of ``docs/inspect.md``: example layouts, and the commands that draw them.
 
-``python scripts/make_pictures.py [FOLDER]`` writes the pictures to FOLDER (``docs/pictures``) and the layouts that they
-are drawn from to FOLDER/layouts, so that every command of the page can be repeated.
+``python scripts/make_pictures.py`` draws them again. With ``--layouts FOLDER`` the layouts and the request that they
+are drawn from are left in FOLDER, so that every command of the page can be repeated.
 """
 
-import sys
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from kvferry.cli import main
-from kvferry.layout import Component, Group, Layout, Region, encode_layout
+import msgspec
+
+from kvferry.layout import Component, Content, Group, Layout, Region, encode_layout
 from kvferry.plan import BlockTable, TransferRequest, encode_request
+from kvferry.testing.commands import call
 from kvferry.testing.layouts import page, state, worker
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
@@ -41,19 +44,14 @@ def hybrid() -> Layout:
             f"model.layers.{2 * pair + 1}.self_attn.attn", heads=(0, 2, 4), tokens=64, nbytes=576, num_blocks=40,
             kernel_blocks=12, address=base, group=0,
         )  # fmt: skip
-        components.append(attention)
+        components.append(_typed(attention, "bfloat16:k128+v160"))
         offset = 0
-        for name, channels, nbytes in (
-            ("conv.q", 2048, 6),
-            ("conv.k", 2048, 6),
-            ("conv.v", 4096, 6),
-            ("ssm", 16, 32_768),
-        ):
+        for name, channels, nbytes in SECTIONS:
             section = state(
                 f"model.layers.{2 * pair}.linear_attn", part=(0, channels, 2 * channels), nbytes=nbytes, num_blocks=40,
                 address=base + offset, group=1, component=name, block_stride=HYBRID_STRIDE,
             )  # fmt: skip
-            components.append(section)
+            components.append(_typed(section, "float32" if name == "ssm" else "bfloat16"))
             offset += section.live_bytes
     groups = [Group("attention", 768), Group("state", 768)]
     regions = [Region(140_000_000_000 + pair * 40 * HYBRID_STRIDE, 40 * HYBRID_STRIDE) for pair in range(6)]
@@ -67,15 +65,20 @@ def mla() -> Layout:
     for layer in range(61):
         name = f"model.layers.{layer}.self_attn"
         latent, keys = (150_000_000_000 + layer * 200_000_000 + part * 100_000_000 for part in range(2))
-        components.append(page(f"{name}.attn", tokens=64, nbytes=1_152, num_blocks=512, address=latent))
+        rows = page(f"{name}.attn", tokens=64, nbytes=1_152, num_blocks=512, address=latent)
+        components.append(_typed(rows, "bfloat16:latent512+rope64"))
         for part, nbytes, offset in (("data", 128, 0), ("scale", 4, 64 * 128)):
             rows = page(
                 f"{name}.indexer", component=part, tokens=64, nbytes=nbytes, num_blocks=512, address=keys + offset,
                 block_stride=9_216,
             )  # fmt: skip
-            components.append(rows)
+            components.append(_typed(rows, "fp8_e4m3" if part == "data" else "float32"))
         regions += [Region(latent, 512 * 73_728), Region(keys, 512 * 9_216)]
     return worker(components, regions=regions, engine_id="decode-0")
+
+
+def _typed(component: Component, words: str) -> Component:
+    return msgspec.structs.replace(component, content=Content(component.content.nbytes, words))
 
 
 def token_major(first: int, heads: int, base: int, engine: str) -> Layout:
@@ -87,7 +90,7 @@ def token_major(first: int, heads: int, base: int, engine: str) -> Layout:
         )
         for n in range(4)
     ]  # fmt: skip
-    return worker(layers, engine_id=engine)
+    return worker([_typed(one, "bfloat16:k64+v64") for one in layers], engine_id=engine)
 
 
 def examples() -> dict[str, bytes]:
@@ -112,22 +115,25 @@ def make(folder: Path, layouts: Path) -> None:
     for name, data in examples().items():
         (layouts / name).write_bytes(data)
     for words in COMMANDS.values():
-        _call([_located(word, folder, layouts) for word in words])
+        answer = call([_located(word, folder, layouts) for word in words])
+        if answer.status:
+            raise SystemExit(f"kvferry {' '.join(words)}: {answer.err}")
 
 
-def _located(word: str, folder: Path, layouts: Path) -> str:
+def _located(word: str, folder: Path, layouts: Path) -> str | Path:
     where = {".svg": folder, ".json": layouts}.get(Path(word).suffix)
-    return str(where / word) if where else word
+    return where / word if where else word
 
 
-def _call(words: Sequence[str]) -> None:
-    try:
-        main(words)
-    except SystemExit as end:
-        if end.code:
-            raise
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the options and draw."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layouts", type=Path, help="leave the input files here")
+    parser.add_argument("--pictures", type=Path, default=FOLDER, help="where the pictures go (docs/pictures)")
+    options = parser.parse_args(argv)
+    with TemporaryDirectory() as scratch:
+        make(options.pictures, options.layouts or Path(scratch))
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
-    make(target, target / "layouts")
+    main()

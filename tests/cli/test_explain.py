@@ -39,7 +39,7 @@ def test_a_head_split_of_token_major_pages(tmp_path: Path) -> None:
 
 
 def test_replicas_and_who_reads_which(tmp_path: Path) -> None:
-    latent = worker([page(f"m.{n}.attn", tokens=4, nbytes=64) for n in range(1)])
+    latent = worker([page("m.0.attn", tokens=4, nbytes=64)])
     text = explained(tmp_path, [latent] * 2, [latent] * 3)
     assert (
         "producers 0, 1 hold equal copies of layer 0 kv; the k-th consumer that needs them reads copy k mod 2" in text
@@ -52,7 +52,7 @@ def test_units_are_limited_by_kernel_blocks(tmp_path: Path) -> None:
         return worker([page("l.0", heads=(0, 2, 2), tokens=tokens, nbytes=8, kernel_blocks=kernels, num_blocks=4)])
 
     text = explained(tmp_path, [side(8, 2)], [side(4, 4)])
-    assert "unit: 4 tokens, the most that divides what is uniform on both sides" in text
+    assert "unit: 4 tokens, the largest that divides what is uniform on both sides" in text
     assert "the producer's kernel block has 8 tokens (its 2 kernel blocks lie 128 bytes apart" in text
     assert "the consumer's kernel block has 4 tokens (its 4 kernel blocks lie 64 bytes apart" in text
     assert "head (2 steps): 64 bytes apart at the producer, 32 at the consumer" in text

@@ -58,8 +58,8 @@ def test_two_ranks_to_one(tmp_path: Path) -> None:
     (up, down) = drawn.rects("32 bytes: producer 1 block 5 +64 to consumer 0 block 3 +160")
     (first_up, first_down) = drawn.rects("32 bytes: producer 1 block 5 +0 to consumer 0 block 3 +32")
     assert up[2] == pytest.approx(down[2])
-    assert up[0] - first_up[0] == pytest.approx(2 * up[2], abs=0.02)
-    assert down[0] - first_down[0] == pytest.approx(4 * down[2], abs=0.02)
+    assert up[0] - first_up[0] == pytest.approx(2 * up[2], abs=0.05)
+    assert down[0] - first_down[0] == pytest.approx(4 * down[2], abs=0.05)
     assert up[1] < down[1]
     assert "from producer 1: p1.json" in drawn.words
     assert any(words.startswith("16 runs drawn; and 1 more of the layers") for words in drawn.words)
@@ -103,9 +103,10 @@ def test_a_spread_block_is_drawn_in_its_pieces(tmp_path: Path) -> None:
 
 
 def test_many_runs_are_counted_not_drawn(tmp_path: Path) -> None:
-    sides = [worker([page("l.0", heads=(0, 1, 2), tokens=2048, nbytes=8, order="token-major", num_blocks=2)]),
-             worker([page("l.0", heads=(1, 1, 2), tokens=2048, nbytes=8, order="token-major", num_blocks=2)])]  # fmt: skip
-    whole = worker([page("l.0", heads=(0, 2, 2), tokens=2048, nbytes=8, order="token-major", num_blocks=2)])
+    def side(first: int, count: int) -> Layout:
+        return worker([page("l.0", heads=(first, count, 2), tokens=2048, nbytes=8, order="token-major", num_blocks=2)])
+
+    sides, whole = [side(0, 1), side(1, 1)], side(0, 2)
     drawn = picture(tmp_path, sides, [whole], TransferRequest(0, 2048, tables(1), tables(0)))
     assert len(drawn.ribbons) == 600
     assert any("and 3,496 more runs between these blocks" in words for words in drawn.words)

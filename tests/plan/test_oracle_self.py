@@ -242,6 +242,15 @@ def test_every_feature_occurs() -> None:
     assert 12 <= 100 * report.features["refused"] / report.count <= 28
 
 
+def test_a_table_that_begins_inside_an_entry_has_no_positions() -> None:
+    """Seed 8744: rows of several tokens and context parallel ranks, at positions that no rank holds."""
+    case = random_case(random.Random(8744))
+    assert case.request["consumer"][1]["first_token"] == 1
+    expected = expect(case.producers, case.consumers, case.request)
+    assert isinstance(expected, Refusal)
+    assert "invalid-request" in expected.reasons
+
+
 def test_cases_without_a_fault_can_be_planned() -> None:
     for seed in SEEDS:
         case = random_case(random.Random(seed))

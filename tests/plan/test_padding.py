@@ -1,8 +1,19 @@
 """Padding moves only where it joins runs of a block that owns its frame, and only when it is asked for."""
 
-from kvferry.layout import Axis, BoundLayout, Component, Content, Group, bind_layout
-from kvferry.plan import BlockTable, Descriptors, TransferRequest, compile_plan
+import random
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+
+import msgspec
+
+from kvferry.errors import PlanError
+from kvferry.layout import Axis, BoundLayout, Component, Content, Group, bind_layout, parse_layout
+from kvferry.plan import BlockTable, Descriptors, Plan, TransferRequest, compile_plan, parse_request
 from kvferry.testing.layouts import at, page, worker
+from kvferry.testing.strategies import random_case
+
+Sides = tuple[list[BoundLayout], list[BoundLayout]]
 
 
 def ends(components: list[Component], groups: list[Group] | None = None) -> list[BoundLayout]:
@@ -31,10 +42,12 @@ def test_two_live_pages_of_a_row_are_one_run_when_padding_may_move() -> None:
     assert bound(p, d, [1], allow_padding=True).nbytes.tolist() == [2024]
 
 
-def test_never_past_the_end_of_a_row() -> None:
+def test_never_past_the_end_of_the_last_row() -> None:
+    """Rows 2,500 long with 2,000 live bytes: the 500 between two listed blocks may move, those after the last not."""
     p, d = rows_at([0, 1000], base=0, stride=2500), rows_at([0, 1000], base=1 << 20, stride=2500)
-    for allow_padding in (False, True):
-        assert bound(p, d, [1, 2], allow_padding=allow_padding).nbytes.tolist() == [2000, 2000]
+    for blocks, runs in (([1, 2], [4500]), ([2, 1], [4500]), ([1, 3], [2000, 2000])):
+        assert bound(p, d, blocks, allow_padding=False).nbytes.tolist() == [2000, 2000]
+        assert bound(p, d, blocks, allow_padding=True).nbytes.tolist() == runs
 
 
 def test_a_gap_that_another_layer_lives_in_is_no_padding() -> None:
@@ -76,3 +89,86 @@ def test_a_token_range_inside_a_block_moves_no_padding() -> None:
     assert whole.nbytes.tolist() == [72]
     part = pair.bind(TransferRequest(2, 4, table, table), src=src.binding, dst=dst.binding, allow_padding=True)
     assert part.nbytes.tolist() == [16, 16]
+
+
+Bytes = set[int]
+
+
+def live_bytes(end: BoundLayout) -> Iterator[tuple[int, int, Bytes]]:
+    """(group, block, its live addresses) of every block of every component, by plain loops."""
+    for placed in end.placement.placed:
+        one = placed.component
+        first = end.binding.bases[placed.storage] + one.address
+        counts = [range(one.pages), *(range(axis.count) for axis in one.axes), range(one.content.nbytes)]
+        strides = [one.page_stride, *(axis.stride for axis in one.axes), 1]
+        inside = [sum(x * s for x, s in zip(where, strides, strict=True)) for where in product(*counts)]
+        for block in range(one.num_blocks):
+            yield one.group, block, {first + block * one.block_stride + offset for offset in inside}
+
+
+def bytes_written(descriptors: Descriptors) -> Bytes:
+    pairs = zip(descriptors.dst.tolist(), descriptors.nbytes.tolist(), strict=True)
+    return {start + i for start, nbytes in pairs for i in range(nbytes)}
+
+
+def check_padding(plan: Plan, ends: Sides, request: TransferRequest) -> int:
+    """Hold every pair to the rule, byte by byte; returns how many descriptors padding has saved."""
+    saved = 0
+    written: list[Counter[int]] = [Counter() for _ in ends[1]]
+    for i, j in plan.pairs():
+        pair, src, dst = plan.pair(i, j), ends[0][i], ends[1][j]
+        assert pair is not None
+        plain, wide = (
+            pair.bind(request, src=src.binding, dst=dst.binding, verify="paranoid", allow_padding=allowed)
+            for allowed in (False, True)
+        )
+        saved += plain.count - wide.count
+        written[j].update(bytes_written(wide))
+        padding = bytes_written(wide) - bytes_written(plain)
+        assert len(padding) == wide.total_bytes - plain.total_bytes
+        for group, block, addresses in live_bytes(dst):
+            if addresses & padding:
+                owners = [g for g, table in enumerate(request.consumer) if block in table.ids.tolist()]
+                assert owners, "a block that the request does not list was touched"
+                assert group not in owners, "live bytes of the request were taken for padding"
+    assert all(count == 1 for one in written for count in one.values())
+    return saved
+
+
+def test_random_cases_write_padding_of_listed_blocks_only() -> None:
+    saved = []
+    for seed in range(400):
+        case = random_case(random.Random(seed))
+        try:
+            sides = tuple(
+                [bind_layout(parse_layout(msgspec.json.encode(file))) for file in files]
+                for files in (case.producers, case.consumers)
+            )
+            request = parse_request(msgspec.json.encode(case.request))
+            plan = compile_plan(*([end.placement for end in side] for side in sides))
+            plan.check(request)
+            saved.append(check_padding(plan, (sides[0], sides[1]), request))
+        except PlanError:
+            continue
+    assert min(saved) >= 0
+    assert sum(1 for count in saved if count) > 15
+
+
+def test_the_gap_of_two_groups_that_share_frames_is_looked_at_block_by_block() -> None:
+    """Group 0 has the frame's first bytes and group 1 its last; consecutive blocks of both, the gap between is free."""
+    groups = [Group("attention", 1)] * 2
+    parts = [page("a", tokens=1, nbytes=8, block_stride=32),
+             page("b", tokens=1, nbytes=8, block_stride=32, address=20, group=1)]  # fmt: skip
+    src, dst = ends(parts, groups)
+    pair = compile_plan([src.placement], [dst.placement]).pair(0, 0)
+    assert pair is not None
+
+    def runs(a: list[int], b: list[int]) -> list[tuple[int, int]]:
+        tables = (BlockTable.of(a, first_token=0), BlockTable.of(b, first_token=0))
+        request = TransferRequest(0, 2, tables, tables)
+        moved = pair.bind(request, src=src.binding, dst=dst.binding, allow_padding=True)
+        return list(zip(moved.src.tolist(), moved.nbytes.tolist(), strict=True))
+
+    # Block 1 is of group 0, block 2 of group 1: what group 1 has in block 1, and group 0 in block 2, nobody owns.
+    assert runs([1, 4], [2, 6]) == [(32, 52), (128, 8), (212, 8)]
+    assert runs([2, 4], [1, 6]) == [(52, 20), (128, 8), (212, 8)]

@@ -10,6 +10,7 @@ from kvferry.cli.check import check_command
 from kvferry.cli.demo import demo_command
 from kvferry.cli.explain import explain_command
 from kvferry.cli.inspect import inspect_command
+from kvferry.cli.layout import layout_app
 from kvferry.cli.plan import plan_command
 from kvferry.cli.serve_router import serve_router
 
@@ -24,6 +25,7 @@ app.command("plan")(plan_command)
 app.command("inspect")(inspect_command)
 app.command("check")(check_command)
 app.command("explain")(explain_command)
+app.add_typer(layout_app, name="layout")
 app.command("demo")(demo_command)
 app.command("serve-router")(serve_router)
 

@@ -6,13 +6,15 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-PIPED_WIDTH = 170
+PIPED_WIDTH = 190
 """Columns of a table that goes into a file or a pipe, which has no width of its own."""
 
 
 def console() -> Console:
     """The terminal as it is; wide enough for whole tables where there is none."""
-    return Console(highlight=False) if sys.stdout.isatty() else Console(width=PIPED_WIDTH, highlight=False)
+    if sys.stdout.isatty():
+        return Console(highlight=False)
+    return Console(width=PIPED_WIDTH, highlight=False, force_terminal=False)
 
 
 def write_picture(path: Path, svg: str) -> None:

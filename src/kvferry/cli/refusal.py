@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import typer
 
-from kvferry.errors import PlanError
+from kvferry.errors import FerryError, PlanError
 
 REFUSED = 2
 """Exit status of a refusal."""
@@ -22,7 +22,7 @@ def refusing() -> Iterator[None]:
         raise refused(error) from error
 
 
-def refused(error: PlanError) -> typer.Exit:
+def refused(error: FerryError) -> typer.Exit:
     """Print the one-line answer; returns the exit to raise."""
     sys.stderr.write(json.dumps({"error": {"reason": error.reason.value, "message": error.message}}) + "\n")
     return typer.Exit(REFUSED)

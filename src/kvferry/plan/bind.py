@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.errors import PlanError, PlanReason
 from kvferry.layout import Binding, Placement
@@ -100,19 +101,21 @@ def copies_of(classes: Sequence[ClassPlan], request: TransferRequest, src: Side,
     return parts
 
 
-def bind_classes(
-    classes: Sequence[ClassPlan], request: TransferRequest, *, src: Side, dst: Side, max_descriptors: int
-) -> Descriptors:
-    """All descriptors of one pair for one request."""
-    joined = join(together(copies_of(classes, request, src, dst)))
+def joined_copies(classes: Sequence[ClassPlan], request: TransferRequest, src: Side, dst: Side) -> Copies:
+    """Everything that one pair moves for one request, sorted by source, nothing left to join."""
+    return join(together(copies_of(classes, request, src, dst)))
+
+
+def finish(copies: Copies, src: Side, dst: Side, *, max_descriptors: int) -> Descriptors:
+    """``copies``, cut at the seams between regions of both sides and counted."""
     for side, column in ((src, "src"), (dst, "dst")):
-        joined = _cut(joined, side.seams, column)
-    if joined.src.size > max_descriptors:
+        copies = _cut(copies, side.seams, column)
+    if copies.src.size > max_descriptors:
         raise PlanError(
             PlanReason.LIMIT_EXCEEDED,
-            f"{joined.src.size} descriptors, over the limit of {max_descriptors}: raise it, or move fewer tokens",
+            f"{copies.src.size} descriptors, over the limit of {max_descriptors}: raise it, or move fewer tokens",
         )
-    return Descriptors.proven(joined.src, joined.dst, joined.nbytes)
+    return Descriptors.proven(copies.src, copies.dst, copies.nbytes)
 
 
 def _batches(plan: ClassPlan, request: TransferRequest) -> Iterable[tuple[Rows, Places]]:
@@ -249,10 +252,17 @@ def join(copies: Copies) -> Copies:
     follows = src[:-1] + nbytes[:-1] == src[1:]
     if follows.any():
         follows &= dst[:-1] + nbytes[:-1] == dst[1:]
+    return merge(Copies(src, dst, nbytes), follows)
+
+
+def merge(copies: Copies, follows: NDArray[np.bool_]) -> Copies:
+    """One for each row and all rows behind it that ``follows`` marks; what lies between them is included."""
     if not follows.any():
-        return Copies(src, dst, nbytes)
+        return copies
     heads = np.flatnonzero(np.concatenate([[True], ~follows]))
-    return Copies(src[heads], dst[heads], np.add.reduceat(nbytes, heads))
+    tails = np.concatenate([heads[1:], [copies.src.size]]) - 1
+    src = copies.src[heads]
+    return Copies(src, copies.dst[heads], copies.src[tails] + copies.nbytes[tails] - src)
 
 
 def _cut(copies: Copies, seams: Int64s, column: str) -> Copies:

@@ -20,15 +20,15 @@ all pairs; :meth:`PairPlan.bind` turns one pair and one request into descriptors
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 from kvferry.layout import Binding, InvalidLayoutError, Placement, check_binding, regions_of
 from kvferry.plan.assign import Assignment, Hole, Pair, assign
-from kvferry.plan.bind import Side, bind_classes
+from kvferry.plan.bind import Side, finish, joined_copies
 from kvferry.plan.descriptors import Descriptors
-from kvferry.plan.padding import bridged_rows
+from kvferry.plan.padding import Framed, Frames, bridge, frames_of
 from kvferry.plan.pair import ClassPlan, classes_of, hole_key
 from kvferry.plan.request import SideTables, TransferRequest
 from kvferry.plan.units import attention_units, missing_rank, needed_of
@@ -48,9 +48,9 @@ class PairPlan:
     classes: tuple[ClassPlan, ...]
 
     @cached_property
-    def bridged(self) -> tuple[ClassPlan, ...]:
-        """The classes with rows joined over padding."""
-        return tuple(replace(c, full=bridged_rows(c, self.producer, self.consumer)) for c in self.classes)
+    def frames(self) -> tuple[tuple[Frames, ...], tuple[Frames, ...]]:
+        """What a block owns, at the producer and at the consumer."""
+        return frames_of(self.producer), frames_of(self.consumer)
 
     @property
     def rows(self) -> int:
@@ -75,13 +75,13 @@ class PairPlan:
         """
         check_binding(self.producer, src)
         check_binding(self.consumer, dst)
-        descriptors = bind_classes(
-            self.bridged if allow_padding else self.classes,
-            request,
-            src=Side(self.producer, src),
-            dst=Side(self.consumer, dst),
-            max_descriptors=max_descriptors,
-        )
+        here, there = Side(self.producer, src), Side(self.consumer, dst)
+        copies = joined_copies(self.classes, request, here, there)
+        if allow_padding:
+            copies = bridge(
+                copies, request.consumer, src=Framed(here, self.frames[0]), dst=Framed(there, self.frames[1])
+            )
+        descriptors = finish(copies, here, there, max_descriptors=max_descriptors)
         if verify == "paranoid":
             verify_descriptors(descriptors, src=regions_of(self.producer, src), dst=regions_of(self.consumer, dst))
         return descriptors

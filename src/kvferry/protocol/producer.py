@@ -195,8 +195,7 @@ class Producer:
         self._set_deadline(lease, event.deadline)
         self._note(event.transfer, "published")
         for write in [self._writes[one] for one in lease.writes]:
-            if lease.state is LeaseState.PUBLISHED:
-                self._start(lease, write)
+            self._start(lease, write)  # refused meanwhile, if one before it completed the lease
         self._review(lease)
 
     def _no_room(self, transfer: TransferId) -> ProtocolReason | None:

@@ -14,6 +14,7 @@ from kvferry.testing.oracle_request import (
     Cell,
     Findings,
     Request,
+    have_positions,
     held_rows,
     is_needed,
     judge_overlay,
@@ -82,10 +83,10 @@ def expect(producers: Sequence[Json], consumers: Sequence[Json], request: Json) 
         for files, tables, pairs in zip(sides, (asked.producer, asked.consumer), overlaid, strict=True):
             if files:
                 judge_tables(files, tables, found)
-                told = told and len(tables) == len(files[0].groups)
+                told = told and have_positions(files[0].groups, tables)
                 if len(tables) == len(files[0].groups):
                     judge_overlay(files, pairs, tables, found)
-    # Positions mean nothing in a layout that contradicts itself.
+    # Positions mean nothing in a layout that contradicts itself, nor in a table that begins inside an entry.
     if asked is None or not told or "invalid-layout" in found.faults:
         return Refusal(frozenset(found.faults | found.unsure))
     expectation = _expectation(sides[0], sides[1], asked, found)

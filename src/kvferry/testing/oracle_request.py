@@ -97,6 +97,14 @@ def judge_tables(files: Sequence[File], tables: Sequence[Table], found: Findings
             found.faults.add("duplicate-blocks")
 
 
+def have_positions(groups: Sequence[Group], tables: Sequence[Table]) -> bool:
+    """Whether each group has a table whose entries stand at positions at all."""
+    return len(tables) == len(groups) and not any(
+        table.first_token is not None and table.first_token % group.span
+        for group, table in zip(groups, tables, strict=True)
+    )
+
+
 def _judge_first_token(group: Group, table: Table, found: Findings) -> None:
     if table.first_token is not None:
         if table.first_token % group.span:

@@ -59,7 +59,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._holds = BlockHolds(vllm_config.parallel_config.world_size)
             self._scheduler_half = FerryScheduler(
-                read_cache_shape(kv_cache_config, context_parallel=_context_parallel(vllm_config)),
+                read_cache_shape(kv_cache_config, vllm_config),
                 self._holds,
                 produces=self._kv_transfer_config.is_kv_producer,
                 consumes=self._kv_transfer_config.is_kv_consumer,
@@ -190,8 +190,3 @@ def log_as_vllm_does() -> None:
         ours.handlers = list(theirs.handlers)
         ours.setLevel(theirs.getEffectiveLevel())
         ours.propagate = False
-
-
-def _context_parallel(vllm_config: "VllmConfig") -> int:
-    parallel = vllm_config.parallel_config
-    return int(parallel.decode_context_parallel_size)

@@ -5,13 +5,13 @@ allocates the caches and registers them with the connector, which writes the fil
 things are other than in an engine that serves. The model is built on torch's *meta* device, where tensors have shapes
 and no memory, so weights are neither loaded nor needed. And the ranks of a group are not processes: an
 :class:`Executor` of our own lets each rank in turn believe that it is one of many (:mod:`kvferry.vllm.solitude`).
-So a layout of 64 ranks takes the memory of one rank's caches.
 
 What the files say is what vLLM would do *on this machine*: another platform has other attention backends. Addresses
 are made up, since the memory is gone when the file is read.
 """
 
 import copy
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.overrides import TorchFunctionMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -53,6 +54,7 @@ def dump_layouts(engine_args: Mapping[str, Any], *, folder: Path, engine_id: str
     folder.mkdir(parents=True, exist_ok=True)
     try:
         config = EngineArgs(**_complete(engine_args, folder, engine_id)).create_engine_config()
+        _check_sizes(config.parallel_config)
         EngineCore(config, RanksInTurn, log_stats=False).shutdown()
     except FerryError:
         raise
@@ -61,6 +63,19 @@ def dump_layouts(engine_args: Mapping[str, Any], *, folder: Path, engine_id: str
         raise ConfigError(ConfigReason.INVALID_VALUE, what) from error
     size = config.parallel_config.world_size
     return tuple(_settle(folder / f"rank-{rank}.json", (rank + 1) * _SPACING) for rank in range(size))
+
+
+def is_cpu() -> bool:
+    """Whether vLLM has no accelerator here."""
+    return bool(current_platform.is_cpu())
+
+
+def _check_sizes(parallel: Any) -> None:
+    if parallel.data_parallel_size > 1:
+        raise ConfigError(
+            ConfigReason.INVALID_VALUE,
+            f"data parallel size {parallel.data_parallel_size}: data parallel replicas have equal layouts; dump one",
+        )
 
 
 def _complete(engine_args: Mapping[str, Any], folder: Path, engine_id: str) -> dict[str, Any]:
@@ -160,7 +175,7 @@ class RanksInTurn(Executor):
     def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
         """Allocate and register, and forget each rank's caches before the next rank's."""
         for rank in self._ranks:
-            with as_rank(rank.worker.vllm_config, rank.number):
+            with as_rank(rank.worker.vllm_config, rank.number), UntouchedPools():
                 rank.worker.initialize_from_config(kv_cache_configs)
                 ensure_kv_transfer_shutdown()
             _forget_caches(rank.worker)
@@ -180,6 +195,21 @@ def _forget_caches(worker: WorkerWrapperBase) -> None:
     worker.model_runner.kv_caches.clear()
     for layer in worker.vllm_config.compilation_config.static_forward_context.values():
         layer.kv_cache = None
+
+
+class UntouchedPools(TorchFunctionMode):
+    """A cache's pool on the CPU is address space of which no page is ever touched, however large it is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func is not torch.zeros or str(options.get("device")) != "cpu" or options.get("dtype") is not torch.int8:
+            return func(*args, **options)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        return torch.frombuffer(mmap.mmap(-1, args[0], flags=flags), dtype=torch.int8)
+
+
+_MAP_NORESERVE = 0x4000
+"""Linux: do not count the mapping against memory. Python names it from 3.13 on."""
 
 
 # ------------------------------------------------------------------------------------------------- made-up addresses

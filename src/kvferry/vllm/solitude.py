@@ -9,7 +9,6 @@ takes the place of vLLM's coordinator, which would look for shared memory and fo
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -56,7 +55,7 @@ def as_rank(vllm_config: Any, rank: int) -> Iterator[None]:
     try:
         parallel_state._WORLD = SilentGroup([range(parallel.world_size)], name="world")
         parallel_state._NODE_COUNT = 1
-        with patch.object(parallel_state, "init_model_parallel_group", _silent), set_current_vllm_config(vllm_config):
+        with _silent_groups(), set_current_vllm_config(vllm_config):
             parallel_state.initialize_model_parallel(
                 parallel.tensor_parallel_size,
                 parallel.pipeline_parallel_size,
@@ -68,6 +67,17 @@ def as_rank(vllm_config: Any, rank: int) -> Iterator[None]:
     finally:
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
+
+
+@contextmanager
+def _silent_groups() -> Iterator[None]:
+    """Inside, vLLM's arithmetic of ranks makes silent groups."""
+    speaking = parallel_state.init_model_parallel_group
+    parallel_state.init_model_parallel_group = _silent
+    try:
+        yield
+    finally:
+        parallel_state.init_model_parallel_group = speaking
 
 
 def _silent(

@@ -11,19 +11,16 @@ already slid past what it needs, would be wrong. The prefill engine stops one to
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import (
-    CircularBufferSpec,
-    FullAttentionSpec,
-    KVCacheSpec,
-    MambaSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import CircularBufferSpec
 
+from kvferry.layout import Group, Parallel
 from kvferry.protocol import Span, Table
+from kvferry.vllm.layouts.groups import TransferGroup, transfer_groups
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 NULL_BLOCK = 0
@@ -70,30 +67,37 @@ class CacheShape:
         return prompt_tokens - 1 if self.leaves_last_token else prompt_tokens
 
 
-def read_cache_shape(kv_cache_config: "KVCacheConfig", *, context_parallel: int) -> CacheShape:
-    """The shape of the groups that vLLM lets connectors transfer."""
-    specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
+def read_cache_shape(kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig") -> CacheShape:
+    """The shape of the groups that vLLM lets connectors transfer; refuses by name what cannot be carried."""
+    config = vllm_config.parallel_config
+    # Shapes are those of any rank: only a group's context parallel rank differs, and it is not looked at.
+    anyone = Parallel(
+        0,
+        config.tensor_parallel_size,
+        0,
+        config.pipeline_parallel_size,
+        0,
+        config.prefill_context_parallel_size,
+    )
+    groups = transfer_groups(kv_cache_config, vllm_config, parallel=anyone)
     return CacheShape(
         group_ids=tuple(kv_cache_config.transfer_group_ids),
-        groups=tuple(_group_shape(spec, context_parallel) for spec in specs),
-        leaves_last_token=any(not _is_plain(spec) for spec in specs),
+        groups=tuple(_shape(one) for one in groups),
+        leaves_last_token=any(not _keeps_all(one.group) for one in groups),
     )
 
 
-def _group_shape(spec: KVCacheSpec, context_parallel: int) -> GroupShape:
-    is_state = isinstance(spec, MambaSpec)
+def _shape(one: TransferGroup) -> GroupShape:
     return GroupShape(
-        entry_tokens=spec.block_size * (1 if is_state else context_parallel),
-        is_state=is_state,
-        is_ring=isinstance(spec, CircularBufferSpec),
+        entry_tokens=one.group.entry_tokens,
+        is_state=one.group.kind == "state",
+        is_ring=any(isinstance(spec, CircularBufferSpec) for _, spec in one.layers),
     )
 
 
-def _is_plain(spec: Any) -> bool:
-    """Whether every position of the group stays in the cache for good, so that nothing depends on the last one."""
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return all(_is_plain(member) for member in spec.kv_cache_specs.values())
-    return isinstance(spec, FullAttentionSpec)
+def _keeps_all(group: Group) -> bool:
+    """Whether every position of the group stays in the cache, so that nothing depends on which one is the last."""
+    return group.kind == "attention" and group.sliding_window is None and group.chunk is None
 
 
 def _known(blocks: Sequence[int]) -> tuple[int | None, ...]:
