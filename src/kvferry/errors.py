@@ -75,6 +75,7 @@ class ProtocolReason(StrEnum):
     MALFORMED = "malformed-message"
     UNKNOWN_TRANSFER = "unknown-transfer"
     DUPLICATE_TRANSFER = "duplicate-transfer"
+    OTHER_PROMPT = "other-prompt"
     INCOMPATIBLE_PEER = "incompatible-peer"
     STALE_INCARNATION = "stale-incarnation"
     LAYOUT_MISS = "layout-miss"

@@ -143,6 +143,17 @@ def test_p19_the_blocks_are_kept_until_every_rank_that_is_expected_was_served() 
     assert only(actions, SourceReleased).ticket == TICKET
 
 
+def test_what_waits_beside_a_pull_that_completes_the_lease_is_refused() -> None:
+    """Two consumers wait; the first wants nothing of the prompt, which is over with that."""
+    driver = Driver()
+    driver.pull(release=True)
+    other, _ = driver.pull(puller=Puller("E", "0"))
+    actions = driver.publish()
+    assert only(actions, LeaseEnded).outcome == DONE
+    assert Answer(other, err=err(ProtocolReason.UNKNOWN_TRANSFER), finish=True) in actions
+    assert not driver.kept(StartWrite)
+
+
 def test_errors_do_not_count_as_served() -> None:
     driver = Driver()
     driver.publish()

@@ -64,6 +64,12 @@ def _page_tokens(component: Component) -> int:
     return token.count * component.row_tokens
 
 
+def _differ_in_page_size_alone(kind: Kind) -> bool:
+    if kind.key.kind == "state" or not _same_order(kind):
+        return False
+    return _page_tokens(kind.src.first) != _page_tokens(kind.dst.first)
+
+
 def _same_order(kind: Kind) -> bool:
     """Whether both sides nest their axes alike, outermost first."""
     orders = [
@@ -93,15 +99,17 @@ def _fold_advice(name: str, kind: Kind, folding: Folding) -> Iterable[str]:
     ]
     if spread:
         yield f"{name}: every block in one piece of memory: {'; '.join(spread)}"
-    elif not split and _same_order(kind) and _page_tokens(kind.src.first) != _page_tokens(kind.dst.first):
-        return  # the pages differ in size alone: said of the whole class
-    elif split:
-        axis = " and ".join(split)
+    elif not split and _differ_in_page_size_alone(kind):
+        return  # said once, of the whole class
+    elif len(split) == 1:
+        axis = split[0]
         total = folding.run * folding.runs
         yield (
             f"{name}: {axis}-major {where}s on both sides ({axis} the outermost axis): the part of this pair would be "
             f"one run of {total:,} bytes in a unit instead of {folding.runs:,} runs of {folding.run:,}"
         )
+    elif split:
+        yield f"{name}: {' and '.join(split)} sharded alike on both sides, or outermost inside a {where}"
     else:
         order = "no gaps" if _same_order(kind) else "the same order of axes"
         yield f"{name}: {order} inside a {where} on both sides, so that it is one run"

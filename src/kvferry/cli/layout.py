@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,11 +30,11 @@ _ENVIRONMENT: Final = {
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "TORCHDYNAMO_DISABLE": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 """Read by vLLM while it is imported: no network, nothing on standard output. What the user has set stands."""
 
@@ -92,13 +93,16 @@ def _dump(arguments: dict[str, Any], out: Path, *, engine_id: str, kernel_block:
         )
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    from kvferry.vllm.dump import dump_layouts, is_cpu
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of vLLM's and torch's about each other
+        from kvferry.vllm.dump import dump_layouts, is_cpu
 
-    if kernel_block is not None:
-        if not is_cpu():
-            raise ConfigError(ConfigReason.INVALID_VALUE, "--kernel-block: this platform's backends choose their own")
-        _fix_kernel_block(kernel_block)
-    return dump_layouts(arguments, folder=out, engine_id=engine_id)
+        if kernel_block is not None:
+            if not is_cpu():
+                what = "--kernel-block: this platform's backends choose their own"
+                raise ConfigError(ConfigReason.INVALID_VALUE, what)
+            _fix_kernel_block(kernel_block)
+        return dump_layouts(arguments, folder=out, engine_id=engine_id)
 
 
 def _fix_kernel_block(tokens: int) -> None:
@@ -124,6 +128,8 @@ def _json_object(option: str, text: str) -> dict[str, Any]:
 def _model_folder(model: str) -> Iterator[str]:
     """vLLM takes a folder; a configuration on its own gets one for a moment."""
     path = Path(model)
+    if model.startswith(("/", "./", "../", "~")) and not path.exists():
+        raise ConfigError(ConfigReason.INVALID_VALUE, f"--model: there is no {model}")
     if not path.is_file():
         yield model
         return

@@ -109,7 +109,7 @@ from kvferry.protocol.pulls import (
 )
 from kvferry.protocol.story import Entry, Story, render
 from kvferry.protocol.tables import render_diagrams, render_tables
-from kvferry.protocol.values import DONE, Fate, Outcome, Puller, PullId, Span, Table, Ticket, WriteId
+from kvferry.protocol.values import DONE, Fate, Outcome, PromptMark, Puller, PullId, Span, Table, Ticket, WriteId
 
 __all__ = [
     "DONE",
@@ -157,6 +157,7 @@ __all__ = [
     "ProducerLimits",
     "ProducerLost",
     "ProducerTick",
+    "PromptMark",
     "ProveQuiet",
     "Published",
     "Pull",

@@ -352,8 +352,7 @@ class Consumer:
         self._review(fetch)
 
     def _give_up(self, fetch: Fetch, pull: FetchPull, *, failed: bool) -> None:
-        if not pull.upstream and not pull.abort_sent:
-            pull.abort_sent = True
+        if not pull.upstream:
             self._emit(fetch.transfer, SendAbort(pull.key, pull.producer, failed))
         if self._step_pull(pull, PullStep.END):
             # Upstream cannot be told, and often just finishes: wait as long as the fetch itself would have.
@@ -418,9 +417,8 @@ class Consumer:
             return
         for pull in self._pulls_of(producer):
             fetch = self._fetches[pull.key.transfer]
-            if pull.state is PullState.IN_DOUBT:
-                self._settle(pull, PullStep.FENCE)
-                self._review(fetch)
+            self._settle(pull, PullStep.FENCE)
+            self._review(fetch)
         self._fence_over(producer)
 
     def _fence_over(self, producer: ProducerRecord) -> None:

@@ -55,8 +55,6 @@ class FetchPull:
     inlined: bool = False
     """It has been sent again with the layouts that the producer lacked; once is enough."""
 
-    abort_sent: bool = False
-
 
 @dataclass(slots=True)
 class Fetch:

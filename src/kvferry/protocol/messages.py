@@ -77,6 +77,9 @@ class Positions(Struct, frozen=True, omit_defaults=True):
     nulls: Annotated[tuple[Blocks, ...], Meta(max_length=256)] = ()
     """Per group, the entries where the engine keeps no block; empty when no group has one."""
 
+    prompt: Annotated[str, Meta(max_length=128)] | None = None
+    """Digest of the prompt's tokens up to ``stop``; absent where nothing is wanted."""
+
 
 class PullExtension(Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="pull"):
     """What a kvferry consumer adds to a pull."""

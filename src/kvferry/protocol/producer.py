@@ -48,6 +48,7 @@ from kvferry.protocol.producer_events import (
     Withdrawn,
     WriteDone,
     WriteFailed,
+    word_of,
 )
 from kvferry.protocol.producer_records import (
     KeepAliveDue,
@@ -78,6 +79,7 @@ _FATES = {
     LeaseState.ABORTED: Fate.ABORTED,
     LeaseState.EXPIRED: Fate.EXPIRED,
 }
+_OTHER_PROMPT = "the transfer id was given to another prompt; each prompt needs one of its own"
 _REASONS = {LeaseStep.WITHDRAW: ProtocolReason.ABORTED, LeaseStep.TIME_OUT: ProtocolReason.EXPIRED}
 
 
@@ -192,6 +194,7 @@ class Producer:
             lease = self._new_lease(event.transfer, event.deadline)
         self._step_lease(lease, LeaseStep.PUBLISH)
         lease.ticket, lease.tokens, lease.tables = event.ticket, event.tokens, event.tables
+        lease.prompt = event.prompt
         self._set_deadline(lease, event.deadline)
         self._note(event.transfer, "published")
         for write in [self._writes[one] for one in lease.writes]:
@@ -338,6 +341,11 @@ class Producer:
 
     def _start(self, lease: Lease, write: Write) -> None:
         if write.behind is not None:
+            return
+        if not lease.is_of(write.wanted):
+            # Not tried: the consumer that the cache is meant for may be another rank's request, or come later.
+            write.failure = Failure(write.id.request, ProtocolReason.OTHER_PROMPT, _OTHER_PROMPT)
+            self._write_ended(write.id, WriteStep.REFUSE)
             return
         lease.tried.add(write.puller)
         if write.wanted.release:
@@ -547,7 +555,7 @@ class Producer:
 
     def _emit(self, transfer: TransferId, action: ProducerAction) -> None:
         self._actions.append(action)
-        self._note(transfer, _word(action))
+        self._note(transfer, word_of(action))
 
     def _note(self, transfer: TransferId, word: str) -> None:
         self._told.setdefault(transfer, []).append(word)
@@ -585,15 +593,3 @@ class Producer:
         waiting = [state is WriteState.WAITING for state in states]
         holds(not (ended or published) or not any(waiting), "no write waits for what is there or over")
         holds(ended or published or all(waiting), "no write begins before its blocks are there")
-
-
-def _word(action: ProducerAction) -> str:
-    match action:
-        case Answer():
-            kind = "finish" if action.finish else "go on"
-            reasons = [one.reason.value for one in (*action.err, *action.failed)]
-            return " ".join([f"answer {action.pull}: {kind}", *(["ok"] if action.ok else []), *reasons])
-        case LeaseEnded():
-            return f"ended {action.outcome.fate.value} {action.outcome.reason or ''}".rstrip()
-        case _:
-            return type(action).__name__

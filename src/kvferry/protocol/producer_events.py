@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import ProtocolReason
 from kvferry.ids import RequestId, TransferId
-from kvferry.protocol.values import Outcome, Puller, PullId, Span, Table, Ticket, WriteId
+from kvferry.protocol.values import Outcome, PromptMark, Puller, PullId, Span, Table, Ticket, WriteId
 
 # ---------------------------------------------------------------------------------------------------- events
 
@@ -32,6 +32,8 @@ class Published:
     tokens: Span
     tables: tuple[Table, ...]
     deadline: float
+    prompt: tuple[PromptMark, ...] = ()
+    """What the cache is of, at each length at which a consumer may stop; empty: not compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,9 @@ class PulledRequest:
     tables: tuple[Table, ...]
     release: bool = False
     """No block is wanted: the pull only counts as served (a prefix hit of the whole prompt, an early abort)."""
+
+    prompt: str | None = None
+    """Digest of the prompt up to the end of ``span``, where the peer tells it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,3 +224,16 @@ class SourceReleased:
 
 
 ProducerAction = Answer | StartWrite | CancelWrite | ProveQuiet | LeaseEnded | SourceReleased
+
+
+def word_of(action: ProducerAction) -> str:
+    """An action in a few words, for the story of a transfer."""
+    match action:
+        case Answer():
+            kind = "finish" if action.finish else "go on"
+            reasons = [one.reason.value for one in (*action.err, *action.failed)]
+            return " ".join([f"answer {action.pull}: {kind}", *(["ok"] if action.ok else []), *reasons])
+        case LeaseEnded():
+            return f"ended {action.outcome.fate.value} {action.outcome.reason or ''}".rstrip()
+        case _:
+            return type(action).__name__

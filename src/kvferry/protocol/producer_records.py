@@ -6,7 +6,7 @@ from kvferry.errors import LocalProtocolError, ProtocolReason
 from kvferry.ids import TransferId
 from kvferry.protocol.producer_events import Failure, PulledRequest
 from kvferry.protocol.tables import LeaseState, LeaseStep, WriteState
-from kvferry.protocol.values import Puller, PullId, Span, Table, Ticket, WriteId
+from kvferry.protocol.values import PromptMark, Puller, PullId, Span, Table, Ticket, WriteId
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ class Lease:
     ticket: Ticket | None = None
     tokens: Span = field(default_factory=lambda: Span(0, 0))
     tables: tuple[Table, ...] = ()
+    prompt: tuple[PromptMark, ...] = ()
     writes: dict[WriteId, None] = field(default_factory=dict)
     expected: dict[str, int] = field(default_factory=dict)
     """By side: how many of its ranks are to be served."""
@@ -105,6 +106,12 @@ class Lease:
     peer_failed: bool = False
     reason: ProtocolReason | None = None
     """Why it ended otherwise than done."""
+
+    def is_of(self, wanted: PulledRequest) -> bool:
+        """Whether the cache is of the prompt that is asked for, as far as both ends have said what it is of."""
+        if not self.prompt or wanted.prompt is None or wanted.span is None:
+            return True
+        return PromptMark(wanted.span.stop, wanted.prompt) in self.prompt
 
     def pullers(self) -> int:
         return len(self.tried) + sum(len(ranks) for ranks in self.given_up.values())

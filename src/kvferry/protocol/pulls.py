@@ -40,6 +40,8 @@ class Wanted:
     transfer: TransferId
     span: Span
     tables: tuple[Table, ...]
+    prompt: str | None = None
+    """Digest of the prompt's tokens up to ``span.stop``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ def positions_of(wanted: Wanted) -> Positions:
         stop=wanted.span.stop,
         first_tokens=tuple(table.first_token for table in wanted.tables),
         nulls=nulls if any(nulls) else (),
+        prompt=wanted.prompt,
     )
 
 
@@ -223,6 +226,7 @@ def _pulled(
         transfer=TransferId(transfer),
         span=Span(positions.start, positions.stop) if positions else None,
         tables=tables,
+        prompt=positions.prompt if positions else None,
         release=not any(block is not None for table in tables for block in table.blocks),
     )
 

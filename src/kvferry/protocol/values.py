@@ -43,6 +43,18 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptMark:
+    """The first ``tokens`` tokens of a prompt, by a digest that both ends compute alike.
+
+    A transfer id says which cache is meant, and whoever chose it may have given one to several prompts. So the ends
+    also compare what the cache is *of*.
+    """
+
+    tokens: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Puller:
     """One consumer rank, as a producer tells them apart."""
 

@@ -78,6 +78,8 @@ class Fetch:
     source: Source
     span: Span
     tables: tuple[Table, ...]
+    prompt: str | None = None
+    """Digest of the prompt's tokens up to the end of ``span``."""
 
 
 class Wires(Protocol):
@@ -157,7 +159,7 @@ class ConsumerCore:
 
     def fetch(self, fetch: Fetch) -> None:
         """Fetch positions into blocks."""
-        pulled = Pulled(fetch.request, fetch.transfer, fetch.span, fetch.tables)
+        pulled = Pulled(fetch.request, fetch.transfer, fetch.span, fetch.tables, fetch.prompt)
         # A transfer id that is used again while the first is alive is refused by the machine; the first goes on.
         self._courses.setdefault(fetch.transfer, _Course(pulled, fetch.ticket, time.perf_counter()))
         self.feed(

@@ -35,7 +35,9 @@ from kvferry.protocol import (
     ProducerAction,
     ProducerClosing,
     ProducerEvent,
+    ProducerLimits,
     ProducerTick,
+    PromptMark,
     ProveQuiet,
     Published,
     Pull,
@@ -95,6 +97,8 @@ class Publication:
     tokens: int
     """Positions ``[0, tokens)`` are computed."""
     tables: tuple[Table, ...]
+    prompt: tuple[PromptMark, ...] = ()
+    """What they are computed from, at each length at which a consumer may stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +125,9 @@ class ProducerCore:
         self._plans = Plans(local.placements)
         self._outlet: Outlet | None = None
         self._sender = Sender(local, options, thread, feed=self.feed, on_sent=journal.sent)
-        self._machine = Producer()
+        machine = Producer(ProducerLimits(stranger_wait=options.timing.orphan))
         self._pump: Pump[ProducerEvent, ProducerAction] = Pump(
-            self._machine, self._perform, tick=ProducerTick(), loop=thread.loop
+            machine, self._perform, tick=ProducerTick(), loop=thread.loop
         )
         self._pull_ids = itertools.count(1)
         self._pulls: dict[PullId, _OpenPull] = {}
@@ -246,7 +250,16 @@ class ProducerCore:
         deadline = time.monotonic() + self._timing.publish
         self._journal.published(publication.transfer, publication.request)
         span = Span(0, publication.tokens)
-        self.feed(Published(publication.transfer, publication.ticket, span, publication.tables, deadline))
+        self.feed(
+            Published(
+                publication.transfer,
+                publication.ticket,
+                span,
+                publication.tables,
+                deadline,
+                prompt=publication.prompt,
+            )
+        )
 
     def withdraw(self, transfer: TransferId) -> None:
         """It will not be."""

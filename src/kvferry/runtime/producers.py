@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.errors import FerryError, ProtocolReason, RemoteProtocolError
+from kvferry.errors import FerryError, ProtocolReason, RemoteProtocolError, TransportError
 from kvferry.ids import Incarnation
 from kvferry.protocol import Source
 from kvferry.runtime.options import Timing
@@ -98,4 +98,10 @@ class Producers:
 
 def refusal_of(error: FerryError) -> ProtocolReason:
     """The protocol's word for why a producer cannot be used."""
-    return error.reason if isinstance(error, RemoteProtocolError) else ProtocolReason.PLAN_REFUSED
+    match error:
+        case RemoteProtocolError():
+            return error.reason
+        case TransportError():
+            return ProtocolReason.TRANSPORT_FAILED
+        case _:
+            return ProtocolReason.PLAN_REFUSED

@@ -32,6 +32,8 @@ class Pulled:
     transfer: TransferId
     span: Span
     tables: tuple[Table, ...]
+    prompt: str | None = None
+    """Digest of the prompt's tokens up to the end of ``span``."""
 
 
 class PullMaker:
@@ -61,7 +63,7 @@ class PullMaker:
         shown = Receiver(
             hostname=self._host, port=0, tp_rank=local.tp_rank, tp_size=local.tp_size, pp_size=local.pp_size
         )
-        wanted = Wanted(pulled.request, pulled.transfer, pulled.span, pulled.tables)
+        wanted = Wanted(pulled.request, pulled.transfer, pulled.span, pulled.tables, pulled.prompt)
         return make_pull(shown, [wanted], extension)
 
     def abort(self, transfer: TransferId, *, expected: int, failed: bool) -> Note:

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.ids import Fingerprint, Incarnation
+from kvferry.ids import Incarnation
 from kvferry.layout import Binding, Placement, Region, regions_of
 from kvferry.protocol import Side
 
@@ -65,8 +65,3 @@ def side_of(incarnation: Incarnation, index: int, placements: Sequence[Placement
         fingerprints=tuple(placement.fingerprint for placement in placements),
         model=model,
     )
-
-
-def fingerprints_of(placements: Sequence[Placement]) -> tuple[Fingerprint, ...]:
-    """In rank order."""
-    return tuple(placement.fingerprint for placement in placements)

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import torch
 from torch.overrides import TorchFunctionMode
+from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -33,7 +34,6 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from kvferry.errors import ConfigError, ConfigReason, FerryError
 from kvferry.layout import Layout, encode_layout, parse_layout
 from kvferry.vllm.solitude import as_rank
-from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
 SHAPES_ONLY = "kvferry-shapes-only"
 """The ``load_format`` of :class:`ShapesOnlyLoader`."""
@@ -133,6 +133,11 @@ class RanksInTurn(Executor):
 
     supports_pp = True
 
+    @classmethod
+    def supports_async_scheduling(cls) -> bool:
+        """As vLLM's own executors: what they would decide from it must not differ here."""
+        return True
+
     def _init_executor(self) -> None:
         self._size = self.parallel_config.world_size
         self._ranks: list[_Rank] = []
@@ -177,8 +182,12 @@ class RanksInTurn(Executor):
         for rank in self._ranks:
             with as_rank(rank.worker.vllm_config, rank.number), UntouchedPools():
                 rank.worker.initialize_from_config(kv_cache_configs)
-                ensure_kv_transfer_shutdown()
+                self.after_registration()
             _forget_caches(rank.worker)
+
+    def after_registration(self) -> None:
+        """The rank's connector has all that it will ever get."""
+        ensure_kv_transfer_shutdown()
 
     def determine_available_memory(self) -> list[int]:
         """More than any number of blocks needs."""

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.ids import RequestId, TransferId
-from kvferry.protocol import Source, Span, Table, Ticket
+from kvferry.protocol import PromptMark, Source, Span, Table, Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,8 @@ class Publish:
     transfer: TransferId
     tokens: int
     tables: tuple[Table, ...]
+    prompt: tuple[PromptMark, ...]
+    """What the positions were computed from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class Pull:
     source: Source
     span: Span
     tables: tuple[Table, ...]
+    prompt: str
+    """Digest of the prompt up to the end of ``span``."""
 
 
 @dataclass(frozen=True, slots=True)

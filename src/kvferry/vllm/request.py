@@ -6,12 +6,15 @@ The router's contract is that of vLLM's MooncakeConnector: ``kv_transfer_params`
 or of another type counts as absent, and the request is computed locally.
 """
 
+import hashlib
+import sys
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvferry.ids import EngineId, TransferId
-from kvferry.protocol import Source
+from kvferry.protocol import PromptMark, Source
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -75,6 +78,26 @@ def leave_last_token(request: "Request") -> None:
     request.num_prompt_tokens -= 1
     request.max_tokens = 1
     params[_LEFT_LAST] = True
+
+
+def prompt_marks(request: "Request", tokens: int) -> tuple[PromptMark, ...]:
+    """What a cache of the prompt's first ``tokens`` tokens is of, at the lengths at which a consumer may stop.
+
+    That is one token earlier too: one side may follow the N-1 rule where the other does not.
+    """
+    return tuple(PromptMark(stop, prompt_digest(request, stop)) for stop in (tokens - 1, tokens) if stop > 0)
+
+
+def prompt_digest(request: "Request", tokens: int) -> str:
+    """Of the prompt's first ``tokens`` tokens and its adapter: what decides the cache, but for images and the like.
+
+    Images are left out since vLLM may name them by request, differently on the two sides.
+    """
+    adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+    ids = array("q", (request.prompt_token_ids or ())[:tokens])
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return hashlib.blake2b(ids.tobytes(), digest_size=16, key=adapter.encode()[:64]).hexdigest()
 
 
 def has_plain_prompt(request: "Request") -> bool:

@@ -37,6 +37,8 @@ from kvferry.vllm.request import (
     leave_last_token,
     mark_dealt_with,
     origin_of,
+    prompt_digest,
+    prompt_marks,
     transfer_of,
     wants_decode,
     wants_prefill,
@@ -53,6 +55,9 @@ logger = init_logger(f"vllm.{__name__}")
 PUBLISHED = frozenset({RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED})
 """Ends of a prefill request after which its cache is whole."""
 
+REMEMBERED = 4096
+"""Transfers of which a consumer knows whose they are. One transfer's requests come close together."""
+
 
 class FerryScheduler:
     """Scheduler half of the connector; called by vLLM's scheduler, on its thread."""
@@ -68,6 +73,9 @@ class FerryScheduler:
         """Request ids whose *expect* was given and whose end has not been seen."""
         self._pulling: dict[str, Ticket] = {}
         """Request ids that wait for a pull, with its ticket."""
+        self._claimed: dict[TransferId, str] = {}
+        """The latest transfers, with the id of the one request that fetches or releases each. Routers that give one
+        id to all prompts of a batch mean one cache only, the first prompt's."""
 
     # -- what vLLM asks and tells, in the order of a request's life ------------------------------------------
 
@@ -82,9 +90,12 @@ class FerryScheduler:
 
     def missing_tokens(self, request: "Request", cached: int) -> int:
         """How many tokens after the first ``cached`` ones can be fetched from the producer."""
-        if not (self._consumes and wants_prefill(request)) or origin_of(request) is None:
+        origin = origin_of(request) if self._consumes and wants_prefill(request) else None
+        if origin is None:
             return 0
         if request.skip_reading_prefix_cache or not has_plain_prompt(request):
+            return 0
+        if not self._is_first(request, origin.transfer):
             return 0
         return max(0, self._shape.movable_tokens(request.num_prompt_tokens) - cached)
 
@@ -95,6 +106,12 @@ class FerryScheduler:
             mark_dealt_with(request)
             if origin is None:
                 self._warn_of_parameters(request)
+            elif not self._claim(request, origin.transfer):
+                logger.warning(
+                    "request %s: transfer %s was given to another request too, so its prompt is computed here",
+                    request.request_id,
+                    origin.transfer,
+                )
             elif missing > 0:
                 self._pull(request, origin, blocks.get_block_ids(), missing)
             else:
@@ -109,7 +126,7 @@ class FerryScheduler:
         elif wants_prefill(request):
             origin = origin_of(request) if self._consumes else None
             mark_dealt_with(request)
-            if origin is not None:
+            if origin is not None and self._claim(request, origin.transfer):
                 self._release(request, origin)
         elif wants_decode(request) and self._produces:
             transfer = transfer_of(request)
@@ -141,7 +158,29 @@ class FerryScheduler:
         tables = self._shape.cut(blocks, span)
         ticket = self._hold(tables)
         self._pulling[request.request_id] = ticket
-        self._orders.append(Pull(ticket, RequestId(request.request_id), origin.transfer, origin.source, span, tables))
+        self._orders.append(
+            Pull(
+                ticket,
+                RequestId(request.request_id),
+                origin.transfer,
+                origin.source,
+                span,
+                tables,
+                prompt_digest(request, stop),
+            )
+        )
+
+    def _claim(self, request: "Request", transfer: TransferId) -> bool:
+        """Make ``transfer`` this request's own; says no when it is another's."""
+        if not self._is_first(request, transfer):
+            return False
+        self._claimed[transfer] = request.request_id
+        while len(self._claimed) > REMEMBERED:
+            del self._claimed[next(iter(self._claimed))]
+        return True
+
+    def _is_first(self, request: "Request", transfer: TransferId) -> bool:
+        return self._claimed.get(transfer, request.request_id) == request.request_id
 
     def _release(self, request: "Request", origin: Origin) -> None:
         self._orders.append(Release(origin.transfer, RequestId(request.request_id), origin.source))
@@ -167,7 +206,8 @@ class FerryScheduler:
         else:
             tables = self._shape.cut(blocks, Span(0, tokens))
             ticket = self._hold(tables)
-            self._orders.append(Publish(ticket, RequestId(request.request_id), transfer, tokens, tables))
+            marks = prompt_marks(request, tokens)
+            self._orders.append(Publish(ticket, RequestId(request.request_id), transfer, tokens, tables, marks))
 
     def _hold(self, tables: Sequence[Table]) -> Ticket:
         ticket = Ticket(next(self._tickets))

@@ -194,7 +194,9 @@ class FerryWorker:
                 logger.info("transfer %s is not published: %s", order.transfer, order.why)
                 producer.withdraw(order.transfer)
             case Publish():
-                self._fresh.append(Publication(order.ticket, order.request, order.transfer, order.tokens, order.tables))
+                self._fresh.append(
+                    Publication(order.ticket, order.request, order.transfer, order.tokens, order.tables, order.prompt)
+                )
             case _:
                 assert_never(order)
 
@@ -205,7 +207,15 @@ class FerryWorker:
         match order:
             case Pull():
                 consumer.fetch(
-                    Fetch(order.ticket, order.request, order.transfer, order.source, order.span, order.tables)
+                    Fetch(
+                        order.ticket,
+                        order.request,
+                        order.transfer,
+                        order.source,
+                        order.span,
+                        order.tables,
+                        order.prompt,
+                    )
                 )
             case Cancel():
                 consumer.cancel(order.ticket)
