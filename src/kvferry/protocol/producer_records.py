@@ -32,6 +32,8 @@ class ProducerLimits:
     """Ended transfers of which late pulls are told how they ended."""
 
     stranger_wait: float = 60.0
+    """How long a pull for a transfer that only peers have spoken of may wait for the scheduler to speak of it."""
+
     keep_alive: float = 2.0
     """How often an open pull is told to go on waiting; also finds out whether the consumer is still there."""
 

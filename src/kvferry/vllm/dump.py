@@ -53,8 +53,7 @@ def dump_layouts(engine_args: Mapping[str, Any], *, folder: Path, engine_id: str
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        config = EngineArgs(**_complete(engine_args, folder, engine_id)).create_engine_config()
-        _check_sizes(config.parallel_config)
+        config = engine_config(engine_args, kv_transfer=_connector(folder, engine_id), executor=RanksInTurn)
         EngineCore(config, RanksInTurn, log_stats=False).shutdown()
     except FerryError:
         raise
@@ -70,17 +69,9 @@ def is_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def _check_sizes(parallel: Any) -> None:
-    if parallel.data_parallel_size > 1:
-        raise ConfigError(
-            ConfigReason.INVALID_VALUE,
-            f"data parallel size {parallel.data_parallel_size}: data parallel replicas have equal layouts; dump one",
-        )
-
-
-def _complete(engine_args: Mapping[str, Any], folder: Path, engine_id: str) -> dict[str, Any]:
-    """The arguments with all that makes a dump of them; what vLLM would do with a live engine's is left alone."""
-    return {
+def engine_config(engine_args: Mapping[str, Any], *, kv_transfer: Mapping[str, Any], executor: type[Executor]) -> Any:
+    """vLLM's configuration of an engine that is never to serve."""
+    given = {
         "skip_tokenizer_init": True,
         "enforce_eager": True,
         "disable_log_stats": True,
@@ -89,14 +80,25 @@ def _complete(engine_args: Mapping[str, Any], folder: Path, engine_id: str) -> d
         "gpu_memory_utilization": 0.01,
         **engine_args,
         "load_format": SHAPES_ONLY,
-        "distributed_executor_backend": RanksInTurn,
-        "kv_transfer_config": {
-            "kv_connector": "FerryConnector",
-            "kv_connector_module_path": "kvferry.vllm",
-            "kv_role": "kv_both",
-            "engine_id": engine_id,
-            "kv_connector_extra_config": {"layout_dump": str(folder.absolute() / "rank-{rank}.json")},
-        },
+        "distributed_executor_backend": executor,
+        "kv_transfer_config": dict(kv_transfer),
+    }
+    config = EngineArgs(**given).create_engine_config()
+    if config.parallel_config.data_parallel_size > 1:
+        raise ConfigError(
+            ConfigReason.INVALID_VALUE,
+            f"data parallel size {config.parallel_config.data_parallel_size}: replicas have equal layouts; dump one",
+        )
+    return config
+
+
+def _connector(folder: Path, engine_id: str) -> dict[str, Any]:
+    return {
+        "kv_connector": "FerryConnector",
+        "kv_connector_module_path": "kvferry.vllm",
+        "kv_role": "kv_both",
+        "engine_id": engine_id,
+        "kv_connector_extra_config": {"layout_dump": str(folder.absolute() / "rank-{rank}.json")},
     }
 
 

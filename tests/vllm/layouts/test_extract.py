@@ -175,7 +175,7 @@ def simple(vllm: SimpleNamespace, spec: Any, *, name: str = "model.layers.0.attn
 def test_windows_and_chunks(vllm: SimpleNamespace) -> None:
     common = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": vllm.torch.bfloat16}
     window = vllm.specs.SlidingWindowSpec(**common, sliding_window=48, extra_retained_tokens=3)
-    assert simple(vllm, window).layout().groups[0].sliding_window == 51
+    assert simple(vllm, window).layout().groups[0].sliding_window == 50
     chunk = vllm.specs.ChunkedLocalAttentionSpec(**common, attention_chunk_size=64)
     assert simple(vllm, chunk).layout().groups[0].chunk == 64
     noted = full(vllm, sliding_window=48)

@@ -73,7 +73,10 @@ def _group_of(layer: str, spec: "KVCacheSpec", share: ContextParallel | None) ->
         raise _refused([layer], f"{type(spec).__name__} is not a kind of cache known here")
     held = share if spec.dcp_sharded else None
     if isinstance(spec, specs.SlidingWindowSpec):
-        retained = spec.sliding_window + spec.extra_retained_tokens
+        # Before position p is computed, vLLM keeps what p will attend to: the window less p itself, and the extra ones
+        # (SlidingWindowManager.get_num_skipped_tokens). One more, and a larger block on the other side would ask for
+        # a position whose block the producer has given back.
+        retained = max(1, spec.sliding_window - 1 + spec.extra_retained_tokens)
         return Group("attention", spec.block_size, sliding_window=retained, context_parallel=held)
     if isinstance(spec, specs.ChunkedLocalAttentionSpec):
         return Group("attention", spec.block_size, chunk=spec.attention_chunk_size, context_parallel=held)
