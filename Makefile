@@ -42,3 +42,6 @@ fuzz-plan: setup  ## random pairs against the oracle, seeds START.. (COUNT of th
 
 bench-plan: setup  ## planning speed, against vLLM's own connector
 	@$(PY) -m pytest benchmarks/bench_plan.py -p no:cacheprovider --benchmark-columns=min,median,rounds -q -s
+
+bench-costs: setup  ## what descriptors and bytes cost on this machine, for each transport
+	@$(PY) benchmarks/bench_costs.py 2> /dev/null

@@ -1,4 +1,4 @@
-"""``kvferry demo``: the main job on this machine, checked to the last byte; exit status 0 only if all of it is right."""
+"""``kvferry demo``: the main job on this machine, checked to the last byte; exit status 0 only if all is right."""
 
 import os
 from typing import Annotated

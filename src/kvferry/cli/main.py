@@ -1,39 +1,26 @@
-"""The ``kvferry`` command: one Typer app, one file for each subcommand."""
+"""The ``kvferry`` command: one Typer app, one file for each subcommand.
+
+A subcommand is imported when it is called, so that ``kvferry plan`` does not wait for the router's web server.
+"""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 
 import typer
 
 from kvferry import __version__
-from kvferry.cli.check import check_command
-from kvferry.cli.demo import demo_command
-from kvferry.cli.explain import explain_command
-from kvferry.cli.inspect import inspect_command
-from kvferry.cli.layout import layout_app
-from kvferry.cli.plan import plan_command
-from kvferry.cli.serve_router import serve_router
 
-app = typer.Typer(
-    name="kvferry",
-    help="KV-cache transfer between LLM prefill and decode workers that cannot corrupt.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command("plan")(plan_command)
-app.command("inspect")(inspect_command)
-app.command("check")(check_command)
-app.command("explain")(explain_command)
-app.add_typer(layout_app, name="layout")
-app.command("demo")(demo_command)
-app.command("serve-router")(serve_router)
-
-
-@app.command("version")
-def version() -> None:
-    """Print the version."""
-    print(__version__)
+COMMANDS = {
+    "plan": "kvferry.cli.plan:plan_command",
+    "inspect": "kvferry.cli.inspect:inspect_command",
+    "check": "kvferry.cli.check:check_command",
+    "explain": "kvferry.cli.explain:explain_command",
+    "layout": "kvferry.cli.layout:layout_app",
+    "demo": "kvferry.cli.demo:demo_command",
+    "serve-router": "kvferry.cli.serve_router:serve_router",
+}
+"""Where each subcommand is: module and function, or module and app for one that has subcommands of its own."""
 
 
 LISTS = ("--producer", "--consumer")
@@ -42,7 +29,38 @@ LISTS = ("--producer", "--consumer")
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exits."""
-    app(args=spread_lists(sys.argv[1:] if argv is None else argv))
+    words = list(sys.argv[1:] if argv is None else argv)
+    make_app(words[0] if words else None)(args=spread_lists(words))
+
+
+def make_app(command: str | None) -> typer.Typer:
+    """The app with the one ``command``, or with all when that is none of them (``--help``, a misspelling)."""
+    app = typer.Typer(
+        name="kvferry",
+        help="KV-cache transfer between LLM prefill and decode workers that cannot corrupt.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.command("version")(version)
+    for name in [command] if command in COMMANDS else COMMANDS:
+        found = _load(COMMANDS[name])
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=name)
+        else:
+            app.command(name)(found)
+    return app
+
+
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def _load(place: str) -> Callable[..., object] | typer.Typer:
+    module, name = place.split(":")
+    found: Callable[..., object] | typer.Typer = getattr(import_module(module), name)
+    return found
 
 
 def spread_lists(argv: Sequence[str]) -> list[str]:
