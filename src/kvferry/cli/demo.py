@@ -1,6 +1,7 @@
 """``kvferry demo``: the main job on this machine, checked to the last byte; exit status 0 only if all is right."""
 
 import os
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -11,10 +12,14 @@ TRANSPORTS = ("mooncake", "cma")
 
 def demo_command(
     no_vllm: Annotated[bool, typer.Option("--no-vllm", help="Without vLLM: realistic layouts, every byte.")] = False,
-    transport: Annotated[str, typer.Option(help=f"One of {', '.join(TRANSPORTS)}.")] = "mooncake",
+    transport: Annotated[
+        str | None, typer.Option(help="mooncake, or cma within this host; default: mooncake where it is installed.")
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Run these cells or scenarios only; may be repeated.")] = None,
 ) -> None:
     """Join a prefill and a decode engine by kvferry and compare with one engine that does both."""
+    if transport is None:
+        transport = "mooncake" if find_spec("mooncake") else "cma"
     if transport not in TRANSPORTS:
         raise typer.BadParameter(f"{transport!r} is not one of {', '.join(TRANSPORTS)}", param_hint="--transport")
     # The engine's own log says nothing that the table does not; an operator's setting wins.
@@ -31,8 +36,6 @@ def _plain(transport: str, only: list[str] | None, console: Console) -> int:
 
 
 def _with_vllm(transport: str, only: list[str] | None, console: Console) -> int:
-    from importlib.util import find_spec
-
     if find_spec("vllm") is None:
         raise typer.BadParameter("vLLM is not installed here: use 'make demo', or run with --no-vllm")
     from kvferry.testing.demo_vllm import CELLS, run_demo

@@ -12,7 +12,7 @@ producer rank that the plan pairs with this one.
 import logging
 import queue
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, assert_never
 
 from kvferry.errors import FerryError, ProtocolReason, RemoteProtocolError, TransportError
@@ -23,6 +23,7 @@ from kvferry.protocol import (
     ConsumerAction,
     ConsumerClosing,
     ConsumerEvent,
+    ConsumerLimits,
     ConsumerTick,
     DestinationReleased,
     FenceDone,
@@ -134,8 +135,11 @@ class ConsumerCore:
         self._producers = Producers(finder, options.timing)
         self._links: Wires | None = None
         self._courses: dict[TransferId, _Course] = {}
+        machine = Consumer(_limits(local, options))
+        self.story = machine.story
+        """Lives of the newest transfers, for people."""
         self._pump: Pump[ConsumerEvent, ConsumerAction] = Pump(
-            Consumer(), self._perform, tick=ConsumerTick(), loop=thread.loop
+            machine, self._perform, tick=ConsumerTick(), loop=thread.loop
         )
         self.ended: queue.SimpleQueue[FetchEnded] = queue.SimpleQueue()
         self.quiet: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
@@ -357,6 +361,14 @@ class ConsumerCore:
             wait_ms=(now - sent) * 1e3,
             transport=label_of(receiver) if receiver else "no transport",
         )
+
+
+def _limits(local: Local, options: RuntimeOptions) -> ConsumerLimits:
+    """The machine's limits; how many blocks may be in quarantine follows from how many there are."""
+    if options.consumer_limits.quarantined_blocks is not None:
+        return options.consumer_limits
+    blocks = max(local.placement.blocks_of_group, default=0)
+    return replace(options.consumer_limits, quarantined_blocks=max(1, int(blocks * options.quarantine_max_fraction)))
 
 
 def _emptied(pulled: Pulled) -> Pulled:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvferry.protocol import ConsumerLimits, ProducerLimits
 from kvferry.transport import Transport
 
 TransportFactory = Callable[[], Transport]
@@ -52,3 +53,11 @@ class RuntimeOptions:
     max_descriptors: int = 16_000_000
     report: str | None = None
     """File of the transfer report."""
+    debug_dir: str | None = None
+    """Directory in which each runtime answers ``kvferry story`` on a Unix socket; ``None``: nothing listens."""
+    producer_limits: ProducerLimits = field(default_factory=ProducerLimits)
+    """Bounds of a producer's machine. ``stranger_wait`` is taken from ``timing``."""
+    consumer_limits: ConsumerLimits = field(default_factory=ConsumerLimits)
+    """Bounds of a consumer's machine."""
+    quarantine_max_fraction: float = 0.25
+    """Part of a consumer's blocks that may be held for fetches that are over before fences come at once."""

@@ -14,7 +14,7 @@ import logging
 import queue
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, assert_never
 
 from kvferry.errors import PlanError, RemoteProtocolError
@@ -35,7 +35,6 @@ from kvferry.protocol import (
     ProducerAction,
     ProducerClosing,
     ProducerEvent,
-    ProducerLimits,
     ProducerTick,
     PromptMark,
     ProveQuiet,
@@ -125,7 +124,9 @@ class ProducerCore:
         self._plans = Plans(local.placements)
         self._outlet: Outlet | None = None
         self._sender = Sender(local, options, thread, feed=self.feed, on_sent=journal.sent)
-        machine = Producer(ProducerLimits(stranger_wait=options.timing.orphan))
+        machine = Producer(replace(options.producer_limits, stranger_wait=options.timing.orphan))
+        self.story = machine.story
+        """Lives of the newest transfers, for people."""
         self._pump: Pump[ProducerEvent, ProducerAction] = Pump(
             machine, self._perform, tick=ProducerTick(), loop=thread.loop
         )

@@ -25,6 +25,7 @@ from kvferry.runtime.options import RuntimeOptions
 from kvferry.runtime.producer import ProducerCore, Publication
 from kvferry.runtime.report import Report
 from kvferry.runtime.sides import Local
+from kvferry.runtime.stories import StoryDoor
 
 logger = logging.getLogger(__name__)
 
@@ -70,13 +71,17 @@ class ProducerRuntime:
 
     async def _start(self, local: Local, options: RuntimeOptions) -> tuple[ProducerCore, ProducerNetwork]:
         core = ProducerCore(local, self._thread, options, journal=ProducerJournal(local, self._report))
+        self._door = StoryDoor(local, "producer", core.story)
         try:
+            await self._door.open(options.debug_dir)
             return core, await ProducerNetwork.serve(core, local, options)
         except BaseException:
+            await self._door.close()
             await core.close()
             raise
 
     async def _stop(self) -> None:
+        await self._door.close()
         await self._network.close()
         await self._core.close()
 
@@ -117,10 +122,13 @@ class ConsumerRuntime:
     async def _start(self, local: Local, options: RuntimeOptions) -> tuple[ConsumerCore, ConsumerNetwork]:
         network = ConsumerNetwork(options)
         core = ConsumerCore(local, self._thread, options, finder=network, journal=ConsumerJournal(local, self._report))
+        self._door = StoryDoor(local, "consumer", core.story)
+        await self._door.open(options.debug_dir)
         network.attach(core)
         return core, network
 
     async def _stop(self) -> None:
+        await self._door.close()
         await self._network.close()
         await self._core.close()
 

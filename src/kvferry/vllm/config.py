@@ -62,6 +62,22 @@ class Config:
     max_descriptors: int = 16_000_000
     """Most copies that one request may be cut into; a request that needs more is refused."""
 
+    max_transfers: int = 16_384
+    """Most transfers that one rank knows at once; a fetch beyond that fails, a cache published beyond it is not kept."""
+
+    max_pulls: int = 8_192
+    """Most pulls that one producer rank has open; one more is answered with an error."""
+
+    max_unknown_transfers: int = 1_024
+    """Most transfers that only peers have spoken of; pulls for more are answered with an error. They hinder no others."""
+
+    quarantine_max_fraction: float = 0.25
+    """Part of a consumer's blocks that failed transfers may hold until they are proven quiet. Above it the receive
+    engines in doubt are renewed at once; blocks never go back unproven."""
+
+    debug_socket_dir: str | None = None
+    """Directory (mode 0700) in which each rank answers `kvferry story` on a Unix socket; unset: nothing listens."""
+
     transfer_report: str | None = None
     """File to which one JSON line per transfer and side is added, with a digest of the moved pages. For tests: it
     reads every moved byte once more."""
@@ -78,6 +94,8 @@ class Config:
             value = getattr(self, option.name)
             if option.name in _POSITIVE and not value > 0:
                 raise _invalid(option.name, value, "a number above 0")
+            if option.name in _FRACTIONS and not value <= 1:
+                raise _invalid(option.name, value, "at most 1")
             if option.name in _PORTS and value is not None and not 0 <= value <= 65_535:
                 raise _invalid(option.name, value, "a port, 0 to 65535")
         if self.bootstrap_server_address is not None:
@@ -85,8 +103,19 @@ class Config:
 
 
 _POSITIVE: Final = frozenset(
-    {"publish_timeout", "pull_timeout", "orphan_timeout", "silence_timeout", "max_descriptors"}
+    {
+        "publish_timeout",
+        "pull_timeout",
+        "orphan_timeout",
+        "silence_timeout",
+        "max_descriptors",
+        "max_transfers",
+        "max_pulls",
+        "max_unknown_transfers",
+        "quarantine_max_fraction",
+    }
 )
+_FRACTIONS: Final = frozenset({"quarantine_max_fraction"})
 _PORTS: Final = frozenset({"side_channel_port", "bootstrap_port"})
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from vllm.utils.network_utils import get_ip
 
 from kvferry.errors import ConfigError, ConfigReason
+from kvferry.protocol import ConsumerLimits, ProducerLimits
 from kvferry.runtime import Bootstrap, RuntimeOptions, Timing
 from kvferry.transport import CmaTransport, MooncakeTransport, Transport
 from kvferry.vllm.config import Config, split_address
@@ -37,6 +38,12 @@ def read_options(vllm_config: "VllmConfig", config: Config, *, rank: int) -> Run
         ),
         max_descriptors=config.max_descriptors,
         report=config.transfer_report,
+        debug_dir=config.debug_socket_dir,
+        producer_limits=ProducerLimits(
+            leases=config.max_transfers, pulls=config.max_pulls, strangers=config.max_unknown_transfers
+        ),
+        consumer_limits=ConsumerLimits(fetches=config.max_transfers),
+        quarantine_max_fraction=config.quarantine_max_fraction,
     )
 
 
