@@ -45,3 +45,6 @@ bench-plan: setup  ## planning speed, against vLLM's own connector
 
 bench-costs: setup  ## what descriptors and bytes cost on this machine, for each transport
 	@$(PY) benchmarks/bench_costs.py 2> /dev/null
+
+dumps: setup  ## layouts of five real vLLM models, planned by kvferry and by vLLM's own connector: docs/dumps.md
+	@$(PY) scripts/dumps.py

@@ -5,20 +5,20 @@ its own connector plans the same request in the same run, and a line ``ratio: <n
 guarantees included. Turning arrays into an engine's lists is timed beside it, since every planner pays that.
 """
 
-import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvferry.layout import BoundLayout, bind_layout
-from kvferry.plan import BlockTable, Descriptors, TransferRequest, compile_plan, verify_descriptors
-from kvferry.testing.layouts import page, side_by_side, worker
+from kvferry.layout import BoundLayout, Component, Group, Placement, bind_layout
+from kvferry.plan import BlockTable, Descriptors, Plan, TransferRequest, compile_plan, verify_descriptors
+from kvferry.testing.layouts import page, side_by_side, state, worker
+from kvferry.testing.upstream_plan import MODULE as UPSTREAM
+from kvferry.testing.upstream_plan import UpstreamModel, UpstreamRank, upstream_planner
 
 LAYERS, BLOCKS, TOKENS, POOL = 61, 8_192, 16, 20_000
 ROW = 1_152
@@ -60,9 +60,47 @@ def compiled(some: Case) -> Any:
     return PLANS[id(some)]
 
 
-def test_compile(benchmark: Any) -> None:
-    some = case(layers=128)
-    benchmark(lambda: compile_plan([some.src.placement], [some.dst.placement]).pair(0, 0))
+COMPILE_S = 0.05
+"""128 layers are compiled within this, on a quiet machine."""
+
+
+@cache
+def side(ranks: int, base: int) -> tuple[Placement, ...]:
+    """128 layers as ``ranks`` ranks hold them: data and scales of 8 heads, every fourth with a sharded state."""
+    groups = [Group("attention", TOKENS), Group("state", TOKENS)]
+
+    def rank(number: int) -> Placement:
+        heads, channels = (number * 8 // ranks, 8 // ranks, 8), (number * 64 // ranks, 64 // ranks, 64)
+        parts: list[Component] = []
+        for layer in range(128):
+            parts += [
+                page(f"l{layer}", component=name, heads=heads, tokens=TOKENS, nbytes=nbytes, num_blocks=POOL)
+                for name, nbytes in (("data", 256), ("scale", 8))
+            ]
+            if layer % 4 == 0:
+                parts.append(state(f"l{layer}", part=channels, nbytes=16, num_blocks=POOL, group=1))
+        bound = bind_layout(worker(side_by_side(parts, base=base, gap=4096), groups=groups))
+        assert bound.placement.overlays == ()
+        return bound.placement
+
+    return tuple(rank(number) for number in range(ranks))
+
+
+def compile_all(producers: tuple[Placement, ...], consumers: tuple[Placement, ...]) -> Plan:
+    """Every pair of two sides."""
+    plan = compile_plan(producers, consumers)
+    for pair in plan.pairs():
+        plan.pair(*pair)
+    return plan
+
+
+@pytest.mark.parametrize(("producers", "consumers"), [(1, 1), (2, 1), (8, 1), (8, 8)])
+def test_compile_128_layers(benchmark: Any, producers: int, consumers: int) -> None:
+    sides = side(producers, 1 << 40), side(consumers, 1 << 45)
+    plan = benchmark(compile_all, *sides)
+    assert len(plan.pairs()) == max(producers, consumers)
+    if benchmark.stats is not None:
+        assert benchmark.stats.stats.min < COMPILE_S
 
 
 def test_check_and_bind(benchmark: Any) -> None:
@@ -87,6 +125,26 @@ def test_curve_over_blocks(benchmark: Any, blocks: int) -> None:
     assert descriptors.count == LAYERS * blocks
 
 
+@pytest.mark.parametrize("consecutive", [False, True], ids=["scattered", "consecutive"])
+@pytest.mark.parametrize("layers", [8, 16, 32, 64, 128])
+def test_curve_over_layers(benchmark: Any, layers: int, consecutive: bool) -> None:
+    """Rows that hold all layers: where a block's layers follow each other the cost does not know how many they are."""
+    rng = np.random.default_rng(7)
+    pages = [
+        page(f"l{i}", tokens=TOKENS, nbytes=ROW, num_blocks=1024, block_stride=layers * TOKENS * ROW,
+             address=(1 << 40) + i * TOKENS * ROW)
+        for i in range(layers)
+    ]  # fmt: skip
+    src = bind_layout(worker(pages))
+    blocks = np.arange(1024) if consecutive else rng.permutation(1024)
+    table = BlockTable.of(blocks.tolist(), first_token=0)
+    some = Case(src, src, TransferRequest(0, 1024 * TOKENS, (table,), (table,)))
+    compiled(some)
+    descriptors = benchmark(plan_once, some)
+    # Equal tables on both sides: sorted by block, everything is one run.
+    assert descriptors.count == 1
+
+
 def seconds(work: Callable[[], Any], rounds: int) -> float:
     """Least of ``rounds`` timings: the machine's noise only ever adds."""
     best = float("inf")
@@ -97,43 +155,10 @@ def seconds(work: Callable[[], Any], rounds: int) -> float:
     return best
 
 
-def upstream_planner(some: Case) -> Callable[[], Any]:
-    """vLLM's own planning of the same request: its method, on a carrier of the few facts that it reads."""
-    upstream = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector")
-    worker_class = upstream.MooncakeConnectorWorker
-    groups = [SimpleNamespace(kv_cache_spec=None)]
-    carrier = SimpleNamespace(
-        kv_cache_config=SimpleNamespace(transfer_groups=groups, has_mamba_layers=False),
-        _physical_blocks_per_logical_kv_block=1,
-        use_mla=True,
-        tp_rank=0,
-        tp_size=1,
-        transfer_topo=SimpleNamespace(total_num_kv_heads=1, local_replicates_kv_cache=False),
-    )
-    for name in ("_logical_to_kernel_block_ids", "_get_sender_transfer_plan", "_producer_cache_is_replicated"):
-        setattr(carrier, name, MethodType(getattr(worker_class, name), carrier))
-
-    def regions(end: BoundLayout) -> list[Any]:
-        base = end.binding.bases[0]
-        return [
-            upstream.TransferRegion(c.layer, c.layer_index, base + c.address, c.block_stride, c.block_stride)
-            for c in end.placement.components
-        ]
-
-    src, dst = regions(some.src), regions(some.dst)
-    tables = [side[0].blocks.tolist() for side in (some.request.producer, some.request.consumer)]
-
-    def work() -> Any:
-        send = upstream.SendBlockMeta("p", "t", [tables[0]], asyncio.Event())
-        meta = upstream.MooncakeXferMetadata("host", 1, 1, 0, {"d": ("t", [tables[1]])}, [], [], [])
-        return asyncio.run(worker_class._build_transfer_params(carrier, [("d", send)], meta, src, dst))
-
-    return work
-
-
 def test_ratio_to_upstream(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip(UPSTREAM)
     some = case()
-    work = upstream_planner(some)
+    work = upstream_planner(UpstreamRank(some.src), UpstreamRank(some.dst), some.request, UpstreamModel(1, mla=True))
     theirs = work()
     ours = plan_once(some)
     assert sorted(zip(theirs[0], theirs[1], theirs[2], strict=True)) == sorted(

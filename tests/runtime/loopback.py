@@ -21,6 +21,7 @@ from kvferry.runtime.loop import LoopThread
 from kvferry.runtime.producer import ProducerCore
 from kvferry.runtime.producers import RemoteEngine, RemoteRank
 from kvferry.runtime.report import Report
+from kvferry.runtime.tally import Tally
 from kvferry.transport import MemoryHub, MemoryTransport
 
 SOURCE = Source(EngineId("p"), "loopback")
@@ -97,6 +98,9 @@ class Joined:
     wire: Loopback
     source: list[Memory]
     target: Memory
+    sent: Tally
+    """Of all producer ranks."""
+    received: Tally
 
     def call(self, function: Callable[..., object], *args: object) -> None:
         """Run on the loop, and wait."""
@@ -137,17 +141,18 @@ def join(
     receiving = RuntimeOptions(host="loopback", timing=timing, make_transport=lambda: _memory(hub))
 
     async def build() -> tuple[list[ProducerCore], ConsumerCore, Loopback]:
-        cores = [ProducerCore(one, thread, sending, journal=ProducerJournal(one, report)) for one in locals_]
+        cores = [ProducerCore(one, thread, sending, journal=ProducerJournal(one, report, sent)) for one in locals_]
         wire = Loopback(cores, locals_)
-        core = ConsumerCore(local, thread, receiving, finder=wire, journal=ConsumerJournal(local, report))
+        core = ConsumerCore(local, thread, receiving, finder=wire, journal=ConsumerJournal(local, report, received))
         wire.consumer = core
         core.attach(wire)
         for one in cores:
             one.attach(wire)
         return cores, core, wire
 
+    sent, received = Tally(), Tally()
     cores, core, wire = thread.run(build(), timeout=5)
-    return Joined(thread, hub, cores, core, wire, source, target)
+    return Joined(thread, hub, cores, core, wire, source, target, sent, received)
 
 
 def _memory(hub: MemoryHub, *, rows_per_poll: int | None = None) -> MemoryTransport:

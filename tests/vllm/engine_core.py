@@ -96,6 +96,8 @@ class Step:
     core: Core
     output: Any
     orders: tuple[Order, ...]
+    stats: dict[str, Any] | None = None
+    """The connector's statistics in the answer, where the scheduler was told to keep some."""
 
     def finish(
         self,
@@ -120,6 +122,9 @@ class Step:
             ),
         )
         outputs = self.core.scheduler.update_from_output(self.output, answer)
+        for batch in outputs.values():
+            if batch.scheduler_stats is not None:
+                self.stats = batch.scheduler_stats.kv_connector_stats
         return [one for batch in outputs.values() for one in batch.outputs]
 
 
@@ -132,6 +137,7 @@ def make_core(
     policy: str = "fail",
     options: dict[str, Any] | None = None,
     ranks: int = 1,
+    stats: bool = False,
 ) -> Core:
     config = EngineArgs(
         model=str(model),
@@ -163,5 +169,6 @@ def make_core(
         structured_output_manager=StructuredOutputManager(config),
         block_size=block_size,
         hash_block_size=hash_block_size,
+        log_stats=stats,
     )
     return Core(scheduler, get_request_block_hasher(hash_block_size, sha256))

@@ -84,6 +84,12 @@ def dump_command(
         print(path)
 
 
+def prepare_environment() -> None:
+    """To be called before vLLM is imported."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
 def _dump(arguments: dict[str, Any], out: Path, *, engine_id: str, kernel_block: int | None) -> tuple[Path, ...]:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
@@ -91,8 +97,7 @@ def _dump(arguments: dict[str, Any], out: Path, *, engine_id: str, kernel_block:
             "kvferry layout dump asks vLLM, which is not installed here: pip install 'kvferry[vllm]'. A running engine "
             "writes its layout by itself: set layout_dump in kv_connector_extra_config",
         )
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    prepare_environment()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of vLLM's and torch's about each other
         from kvferry.vllm.dump import dump_layouts, is_cpu

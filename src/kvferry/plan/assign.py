@@ -10,7 +10,7 @@ needs them.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvferry.errors import PlanError, PlanReason
 from kvferry.layout import Component, ContextParallel, Group, Placement
@@ -54,8 +54,8 @@ class Assignment:
 
 def assign(producers: Sequence[Placement], consumers: Sequence[Placement]) -> Assignment:
     """Choose one producer for each cell of each consumer component. Raises :class:`PlanError`."""
-    sources = _index(producers)
-    wants = [_wants(sources, consumer, place) for place, consumer in enumerate(consumers)]
+    offers = _offers(producers)
+    wants = [_wants(offers, consumer, worker) for worker, consumer in enumerate(consumers)]
     takers = _takers(wants)
     moves: dict[Pair, list[Move]] = {}
     holes: dict[int, tuple[Hole, ...]] = {}
@@ -67,11 +67,20 @@ def assign(producers: Sequence[Placement], consumers: Sequence[Placement]) -> As
             if cells is None:
                 cells = cells_of[want.shape] = _cut(want, takers)
             for producer, box in cells.served:
-                move = Move(want.source_of[producer], want.dst, box)
+                move = Move(want.offer.place_of[producer], want.place, box)
                 moves.setdefault((producer, consumer), []).append(move)
-            open_here += [Hole(want.dst, share, want.src_group) for share in cells.unserved]
+            open_here += [Hole(want.place, share, want.offer.group) for share in cells.unserved]
         holes[consumer] = tuple(open_here)
     return Assignment({pair: tuple(listed) for pair, listed in moves.items()}, holes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Traits:
+    """What components of equal layers have in common; one object for all of them on one worker."""
+
+    box: Box
+    share: ContextParallel | None
+    agreement: tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +91,7 @@ class _Label:
     place: int
     component: Component
     group: Group
-    box: Box
-
-    @property
-    def agreement(self) -> tuple[object, ...]:
-        axes = tuple((axis.name, axis.total) for axis in self.component.global_axes)
-        return (self.component.content, self.component.row_tokens, axes, self.group.agreement)
+    traits: _Traits
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +103,45 @@ class _Source:
     share: ContextParallel | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sources:
+    """All replica sets of a component; one object for all components that are spread alike over the producers."""
+
+    sets: tuple[_Source, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Offer:
+    """One (layer, component) at all producers that have it."""
+
+    labels: tuple[_Label, ...]
+    place_of: dict[int, int]
+    """Producer -> place of the component in its placement."""
+    sources: _Sources
+
+    @property
+    def group(self) -> Group:
+        """The producers' group; ranks differ in nothing but their share."""
+        return self.labels[0].group
+
+
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What decides the cells of a component; equal for all layers that are sharded alike."""
+    """What decides the cells of a component; equal, because of the same objects, for layers that are sharded alike."""
 
     consumer: int
-    box: Box
-    share: ContextParallel | None
-    sources: tuple[_Source, ...]
+    traits: _Traits
+    sources: _Sources
 
 
 @dataclass(frozen=True, slots=True)
 class _Want:
-    dst: int
+    """One component of a consumer that producers have."""
+
+    place: int
     component: Component
     shape: _Shape
-    source_of: dict[int, int] = field(hash=False)
-    """Producer -> place of the component in its placement."""
-    src_group: Group
+    offer: _Offer
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,23 +151,46 @@ class _Cells:
 
 
 def _labels(placement: Placement, worker: int) -> Iterable[_Label]:
+    known: dict[tuple[object, ...], _Traits] = {}
     for place, component in enumerate(placement.components):
-        yield _Label(worker, place, component, placement.groups[component.group], box_of(component))
+        group = placement.groups[component.group]
+        alike = (component.axes, component.content, component.row_tokens, component.group)
+        traits = known.get(alike)
+        if traits is None:
+            axes = tuple((axis.name, axis.total) for axis in component.global_axes)
+            agreement = (component.content, component.row_tokens, axes, group.agreement)
+            traits = known[alike] = _Traits(box_of(component), group.share, agreement)
+        yield _Label(worker, place, component, group, traits)
 
 
-def _index(producers: Sequence[Placement]) -> dict[tuple[str, str], list[_Label]]:
-    index: dict[tuple[str, str], list[_Label]] = {}
+def _offers(producers: Sequence[Placement]) -> dict[tuple[str, str], _Offer]:
+    found: dict[tuple[str, str], list[_Label]] = {}
     for worker, placement in enumerate(producers):
         for label in _labels(placement, worker):
-            index.setdefault(label.component.key, []).append(label)
-    return index
+            found.setdefault(label.component.key, []).append(label)
+    known: dict[tuple[tuple[int, _Traits], ...], _Sources] = {}
+    offers = {}
+    for key, labels in found.items():
+        alike = tuple((label.worker, label.traits) for label in labels)
+        if alike not in known:
+            known[alike] = _Sources(_replicas(labels))
+        offers[key] = _Offer(tuple(labels), {label.worker: label.place for label in labels}, known[alike])
+    return offers
 
 
-def _wants(sources: dict[tuple[str, str], list[_Label]], consumer: Placement, worker: int) -> list[_Want]:
+def _replicas(found: Sequence[_Label]) -> tuple[_Source, ...]:
+    sets: dict[tuple[Box, ContextParallel | None], list[int]] = {}
+    for label in found:
+        sets.setdefault((label.traits.box, label.traits.share), []).append(label.worker)
+    return tuple(_Source(tuple(members), box, share) for (box, share), members in sets.items())
+
+
+def _wants(offers: dict[tuple[str, str], _Offer], consumer: Placement, worker: int) -> list[_Want]:
     wants = []
+    agreed: set[_Shape] = set()
     for label in _labels(consumer, worker):
-        found = sources.get(label.component.key)
-        if found is None:
+        offer = offers.get(label.component.key)
+        if offer is None:
             if label.component.optional:
                 continue
             raise PlanError(
@@ -150,15 +198,18 @@ def _wants(sources: dict[tuple[str, str], list[_Label]], consumer: Placement, wo
                 f"consumer {worker}: no producer has {label.component.label}: serve the same model on both sides, "
                 'give all producer ranks, or mark the component "optional"',
             )
-        agreement = label.agreement
-        for source in found:
-            if source.agreement != agreement:
-                _refuse(source, label)
-        sets = _replicas(found)
-        shape = _Shape(worker, label.box, label.group.share, sets)
-        source_of = {s.worker: s.place for s in found}
-        wants.append(_Want(label.place, label.component, shape, source_of, found[0].group))
+        shape = _Shape(worker, label.traits, offer.sources)
+        if shape not in agreed:
+            _check_agreement(offer, label)
+            agreed.add(shape)
+        wants.append(_Want(label.place, label.component, shape, offer))
     return wants
+
+
+def _check_agreement(offer: _Offer, label: _Label) -> None:
+    for source in offer.labels:
+        if source.traits.agreement != label.traits.agreement:
+            _refuse(source, label)
 
 
 def _refuse(source: _Label, label: _Label) -> None:
@@ -177,15 +228,8 @@ def _refuse(source: _Label, label: _Label) -> None:
     )
 
 
-def _replicas(found: Sequence[_Label]) -> tuple[_Source, ...]:
-    sets: dict[tuple[Box, ContextParallel | None], list[int]] = {}
-    for label in found:
-        sets.setdefault((label.box, label.group.share), []).append(label.worker)
-    return tuple(_Source(tuple(members), box, share) for (box, share), members in sets.items())
-
-
 def _needs(shape: _Shape, source: _Source) -> bool:
-    return intersect(shape.box, source.box) is not None and meets(shape.share, source.share)
+    return intersect(shape.traits.box, source.box) is not None and meets(shape.traits.share, source.share)
 
 
 def _takers(wants: Sequence[Sequence[_Want]]) -> dict[tuple[int, ...], list[int]]:
@@ -193,7 +237,7 @@ def _takers(wants: Sequence[Sequence[_Want]]) -> dict[tuple[int, ...], list[int]
     takers: dict[tuple[int, ...], list[int]] = {}
     for consumer, listed in enumerate(wants):
         for shape in {want.shape: None for want in listed}:
-            for source in shape.sources:
+            for source in shape.sources.sets:
                 if _needs(shape, source):
                     known = takers.setdefault(source.members, [])
                     if consumer not in known:
@@ -203,8 +247,8 @@ def _takers(wants: Sequence[Sequence[_Want]]) -> dict[tuple[int, ...], list[int]
 
 def _cut(want: _Want, takers: dict[tuple[int, ...], list[int]]) -> _Cells:
     shape = want.shape
-    anywhere = [shape.box]
-    for source in shape.sources:
+    anywhere = [shape.traits.box]
+    for source in shape.sources.sets:
         anywhere = remainder(anywhere, source.box)
     if anywhere:
         axes = [axis.name for axis in want.component.global_axes]
@@ -215,11 +259,11 @@ def _cut(want: _Want, takers: dict[tuple[int, ...], list[int]]) -> _Cells:
         )
     served: list[tuple[int, Box]] = []
     unserved: list[ContextParallel | None] = []
-    for share in _shares(want.src_group):
-        if not meets(shape.share, share):
+    for share in _shares(want.offer.group):
+        if not meets(shape.traits.share, share):
             continue
-        left = [shape.box]
-        for source in shape.sources:
+        left = [shape.traits.box]
+        for source in shape.sources.sets:
             if source.share != share or not _needs(shape, source):
                 continue
             chosen = source.members[takers[source.members].index(shape.consumer) % len(source.members)]

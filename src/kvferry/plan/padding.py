@@ -43,7 +43,8 @@ class Live:
         """Which of the intervals ``[start, stop)`` hold no live byte."""
         first = np.searchsorted(self.stops, start, side="right")
         last = np.searchsorted(self.starts, stop, side="left")
-        return np.greater_equal(first, last)
+        missed: Mask = np.greater_equal(first, last)
+        return missed
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,8 @@ class _Gaps:
     @property
     def near(self) -> Mask:
         """Which lie in one frame, or in two that follow each other."""
-        return np.less_equal(self.last - self.first, 1)
+        near: Mask = np.less_equal(self.last - self.first, 1)
+        return near
 
 
 def frames_of(placement: Placement) -> tuple[Frames, ...]:
@@ -133,7 +135,8 @@ def _is_padding(frames: Frames, gaps: _Gaps, tables: Sequence[BlockTable]) -> Ma
     one_frame = gaps.first == gaps.last
     head = _misses(frames, gaps.first, (gaps.start, np.where(one_frame, gaps.stop, frames.stride)), tables)
     tail = _misses(frames, gaps.last, (np.zeros_like(gaps.stop), gaps.stop), tables)
-    return gaps.near & head & (one_frame | tail)
+    padding: Mask = gaps.near & head & (one_frame | tail)
+    return padding
 
 
 def _misses(frames: Frames, block: Int64s, part: tuple[Int64s, Int64s], tables: Sequence[BlockTable]) -> Mask:

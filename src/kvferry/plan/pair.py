@@ -99,15 +99,48 @@ class ClassPlan:
         return known
 
 
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """What moves of equal components have in common: the shape, and where the cell begins in either component."""
+
+    shape: Shape
+    src: int
+    dst: int
+
+    def strand(self, one: Placed, other: Placed) -> Strand:
+        """The strand of one such move."""
+        src, dst = one.component.address + self.src, other.component.address + self.dst
+        return Strand(self.shape, one.storage, src, other.storage, dst)
+
+
 def classes_of(src: Placement, dst: Placement, moves: Sequence[Move]) -> tuple[ClassPlan, ...]:
     """Sort ``moves`` into classes and compile the rows of each."""
     strands: dict[ClassKey, list[Strand]] = {}
+    known: dict[tuple[object, ...], tuple[_Pattern, list[Strand]]] = {}
     for move in moves:
         one, other = src.placed[move.src], dst.placed[move.dst]
-        groups = (src.groups[one.component.group], dst.groups[other.component.group])
-        key = class_key(one.component, other.component, groups)
-        strands.setdefault(key, []).append(_strand(one, other, move.box, key))
+        alike = (*_geometry(one.component), *_geometry(other.component), move.box)
+        found = known.get(alike)
+        if found is None:
+            groups = (src.groups[one.component.group], dst.groups[other.component.group])
+            key = class_key(one.component, other.component, groups)
+            pattern = _pattern(one.component, other.component, move.box, key)
+            found = known[alike] = pattern, strands.setdefault(key, [])
+        found[1].append(found[0].strand(one, other))
     return tuple(ClassPlan(key, tuple(listed), rows_of(listed, 0, key.unit_rows)) for key, listed in strands.items())
+
+
+def _geometry(component: Component) -> tuple[object, ...]:
+    """Everything about a component that its class and strands depend on, the address apart."""
+    return (
+        component.axes,
+        component.block_stride,
+        component.kernel_blocks,
+        component.kernel_stride,
+        component.tokens_per_row,
+        component.content.nbytes,
+        component.group,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +184,8 @@ def _side(component: Component, group: Group, unit_rows: int) -> SideOfClass:
     return SideOfClass(component.group, group.block_tokens, component.block_stride, group.share, unit_map)
 
 
-def _strand(one: Placed, other: Placed, box: Box, key: ClassKey) -> Strand:
-    src, dst = one.component, other.component
-    src_at, dst_at = src.address, dst.address
+def _pattern(src: Component, dst: Component, box: Box, key: ClassKey) -> _Pattern:
+    src_at = dst_at = 0
     axes = []
     for mine, theirs, interval in zip(src.global_axes, dst.global_axes, box, strict=True):
         src_at += (interval.start - mine.start) * mine.stride
@@ -162,8 +194,7 @@ def _strand(one: Placed, other: Placed, box: Box, key: ClassKey) -> Strand:
     row = PairLoop(1, 0, 0)
     if key.kind == "attention":
         row = PairLoop(key.unit_rows, _pieces(src).row_stride, _pieces(dst).row_stride)
-    shape = Shape(tuple(axes), row, src.content.nbytes)
-    return Strand(shape, one.storage, src_at, other.storage, dst_at)
+    return _Pattern(Shape(tuple(axes), row, src.content.nbytes), src_at, dst_at)
 
 
 def hole_key(dst: Placement, hole: Hole) -> ClassKey:

@@ -111,11 +111,13 @@ def _bounded(rows: int) -> None:
 def rows_of(strands: Sequence[Strand], start: int, stop: int) -> Rows:
     """The rows of ``strands`` for rows ``[start, stop)`` of a unit, joined where both sides are contiguous."""
     folds: dict[Shape, _Fold] = {}
+    parts: list[_Fold] = []
     for strand in strands:
-        if strand.shape not in folds:
-            folds[strand.shape] = _fold(strand.shape, stop - start)
-    _bounded(sum(folds[strand.shape].src.size for strand in strands))
-    parts = [folds[s.shape] for s in strands]
+        fold_of_shape = folds.get(strand.shape)
+        if fold_of_shape is None:
+            fold_of_shape = folds[strand.shape] = _fold(strand.shape, stop - start)
+        parts.append(fold_of_shape)
+    _bounded(sum(part.src.size for part in parts))
     sizes = np.array([p.src.size for p in parts])
     first_src = np.array([s.src + start * s.shape.row.src for s in strands], dtype=np.int64)
     first_dst = np.array([s.dst + start * s.shape.row.dst for s in strands], dtype=np.int64)

@@ -12,16 +12,21 @@ from kvferry.runtime.options import Bootstrap, RuntimeOptions, Timing, Transport
 from kvferry.runtime.producer import Publication
 from kvferry.runtime.service import ConsumerRuntime, ProducerRuntime
 from kvferry.runtime.sides import Local, new_epoch
+from kvferry.runtime.tally import End, Interval, Receive, Write
 
 __all__ = [
     "Bootstrap",
     "ConsumerRuntime",
+    "End",
     "Fetch",
+    "Interval",
     "Local",
     "ProducerRuntime",
     "Publication",
+    "Receive",
     "RuntimeOptions",
     "Timing",
     "TransportFactory",
+    "Write",
     "new_epoch",
 ]

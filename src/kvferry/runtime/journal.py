@@ -18,6 +18,7 @@ from kvferry.runtime.digest import PageDigest, page_digest
 from kvferry.runtime.report import Line, Report
 from kvferry.runtime.sending import Sent
 from kvferry.runtime.sides import Local
+from kvferry.runtime.tally import Receive, Tally, Write
 
 logger = logging.getLogger("kvferry.transfer")
 
@@ -35,11 +36,12 @@ class _Totals:
 
 
 class ProducerJournal:
-    """The lines of a producer rank."""
+    """The lines of a producer rank, and what is counted of it."""
 
-    def __init__(self, local: Local, report: Report | None) -> None:
+    def __init__(self, local: Local, report: Report | None, tally: Tally | None = None) -> None:
         self._local = local
         self._report = report
+        self._tally = tally or Tally()
         self._requests: dict[TransferId, RequestId] = {}
         self._totals: dict[TransferId, _Totals] = {}
 
@@ -56,6 +58,8 @@ class ProducerJournal:
         totals.bind_ms += sent.bind_ms
         totals.write_ms += sent.write_ms
         totals.transport = sent.transport
+        if sent.failure is None and sent.descriptors:
+            self._tally.wrote(Write(sent.nbytes, sent.descriptors, sent.bind_ms / 1e3, sent.write_ms / 1e3))
         if self._report is None:
             return
         digest = self._digest(sent) if sent.failure is None else None
@@ -84,6 +88,7 @@ class ProducerJournal:
         """All pairs of a transfer have ended."""
         totals = self._totals.pop(ended.transfer, None) or _Totals()
         self._requests.pop(ended.transfer, None)
+        self._tally.ended("producer", ended.outcome)
         logger.info(
             "transfer %s: %s as producer: %d bytes in %d descriptors to %d rank(s) over %s, bind %.1f ms, "
             "write %.1f ms",
@@ -135,15 +140,20 @@ class Fetched:
 
 
 class ConsumerJournal:
-    """The lines of a consumer rank."""
+    """The lines of a consumer rank, and what is counted of it."""
 
-    def __init__(self, local: Local, report: Report | None) -> None:
+    def __init__(self, local: Local, report: Report | None, tally: Tally | None = None) -> None:
         self._local = local
         self._report = report
+        self._tally = tally or Tally()
 
     def fetched(self, fetched: Fetched) -> None:
         """A transfer has ended; the request that it is for has not gone on yet."""
         ended = fetched.ended
+        self._tally.ended("consumer", ended.outcome)
+        if ended.outcome.fate is Fate.DONE:
+            tokens = fetched.span.stop - fetched.span.start
+            self._tally.received(Receive(tokens, fetched.resolve_ms / 1e3, fetched.wait_ms / 1e3))
         if self._report is not None:
             for rank, placement in fetched.sources.items():
                 self._report.write(self._line(fetched, rank, placement))

@@ -151,10 +151,11 @@ class ConsumerNetwork:
     async def placements(self, rank: RemoteRank, fingerprints: tuple[str, ...]) -> Mapping[str, bytes]:
         """Ask a rank for placements."""
         self._asked += 1
-        ask = Note(kvferry=LayoutAsk(version=VERSION, ask=self._asked, fingerprints=fingerprints))
+        number = self._asked  # others may ask while this one waits
+        ask = Note(kvferry=LayoutAsk(version=VERSION, ask=number, fingerprints=fingerprints))
         data = await self._open_links.ask(rank.address, encode(ask), timeout=self._options.timing.resolve)
         answer = decode_reply(data).kvferry
-        if not isinstance(answer, LayoutAnswer) or answer.ask != self._asked:
+        if not isinstance(answer, LayoutAnswer) or answer.ask != number:
             raise RemoteProtocolError(ProtocolReason.MALFORMED, f"{rank.address} answers something else than layouts")
         return answer.placements
 

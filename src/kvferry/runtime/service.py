@@ -25,6 +25,7 @@ from kvferry.runtime.options import RuntimeOptions
 from kvferry.runtime.producer import ProducerCore, Publication
 from kvferry.runtime.report import Report
 from kvferry.runtime.sides import Local
+from kvferry.runtime.tally import Interval, Tally
 from kvferry.runtime.stories import StoryDoor
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class ProducerRuntime:
 
     def __init__(self, local: Local, options: RuntimeOptions) -> None:
         self._report = Report(options.report) if options.report else None
+        self._tally = Tally()
         self._thread = LoopThread("kvferry-producer")
         self._core, self._network = _started(self._thread, self._start(local, options))
 
@@ -59,6 +61,10 @@ class ProducerRuntime:
         """Tickets whose blocks may be used again; each once."""
         return _drain(self._core.quiet)
 
+    def take_interval(self) -> Interval:
+        """What was counted since this was last called."""
+        return self._tally.take()
+
     @property
     def address(self) -> str:
         """Of the message socket."""
@@ -70,7 +76,7 @@ class ProducerRuntime:
             self._report.close()
 
     async def _start(self, local: Local, options: RuntimeOptions) -> tuple[ProducerCore, ProducerNetwork]:
-        core = ProducerCore(local, self._thread, options, journal=ProducerJournal(local, self._report))
+        core = ProducerCore(local, self._thread, options, journal=ProducerJournal(local, self._report, self._tally))
         self._door = StoryDoor(local, "producer", core.story)
         try:
             await self._door.open(options.debug_dir)
@@ -91,6 +97,7 @@ class ConsumerRuntime:
 
     def __init__(self, local: Local, options: RuntimeOptions) -> None:
         self._report = Report(options.report) if options.report else None
+        self._tally = Tally()
         self._thread = LoopThread("kvferry-consumer")
         self._core, self._network = _started(self._thread, self._start(local, options))
 
@@ -114,6 +121,10 @@ class ConsumerRuntime:
         """Tickets whose blocks nothing writes into any more; each once."""
         return _drain(self._core.quiet)
 
+    def take_interval(self) -> Interval:
+        """What was counted since this was last called."""
+        return self._tally.take()
+
     def close(self) -> None:
         """End all fetches, destroy the receive engines, end the thread; safe to call twice."""
         if _closed(self._thread, self._core.closing, self._stop) and self._report is not None:
@@ -121,9 +132,14 @@ class ConsumerRuntime:
 
     async def _start(self, local: Local, options: RuntimeOptions) -> tuple[ConsumerCore, ConsumerNetwork]:
         network = ConsumerNetwork(options)
-        core = ConsumerCore(local, self._thread, options, finder=network, journal=ConsumerJournal(local, self._report))
+        journal = ConsumerJournal(local, self._report, self._tally)
+        core = ConsumerCore(local, self._thread, options, finder=network, journal=journal)
         self._door = StoryDoor(local, "consumer", core.story)
-        await self._door.open(options.debug_dir)
+        try:
+            await self._door.open(options.debug_dir)
+        except BaseException:
+            await network.close()
+            raise
         network.attach(core)
         return core, network
 

@@ -6,7 +6,7 @@ its own block tables and the token range alone.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import msgspec
@@ -30,6 +30,8 @@ class Tables:
     start: int
     stop: int
     tables: tuple[BlockTable, ...]
+    salt: int = 0
+    """Which prompt: marks of unequal prompts are unequal at equal positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +95,11 @@ class MarkedMemory:
             group = self._local.groups[component.group]
             table = request.tables[component.group]
             if group.kind == "state":
-                yield from _state_parts(self.bytes, component, group, table, request.stop)
+                yield from _state_parts(self.bytes, component, group, table, request)
             else:
-                yield from _row_parts(self.bytes, component, group, table, _first(group, start, request.stop))
+                first = _first(group, start, request.stop)
+                for part in _row_parts(self.bytes, component, group, table, first):
+                    yield replace(part, salt=request.salt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +109,11 @@ class _Part:
     component: Component
     view: Bytes
     position: int
+    salt: int = 0
 
     def marks(self) -> Bytes:
         """What the bytes of ``view`` must be."""
-        return _marks(self.component, self.position)
+        return _marks(self.component, self.position, self.salt)
 
 
 def _first(group: Group, start: int, stop: int) -> int:
@@ -130,10 +135,13 @@ def _row_parts(memory: Bytes, component: Component, group: Group, table: BlockTa
                 yield _Part(component, view, position)
 
 
-def _state_parts(memory: Bytes, component: Component, group: Group, table: BlockTable, stop: int) -> Iterator[_Part]:
+def _state_parts(
+    memory: Bytes, component: Component, group: Group, table: BlockTable, request: Tables
+) -> Iterator[_Part]:
+    stop = request.stop
     entry = 0 if table.first_token is None else (stop - 1 - table.first_token) // group.block_tokens
     if stop and 0 <= entry < table.entries and table.held[entry]:
-        yield _Part(component, _rows_of(memory, component, int(table.blocks[entry]))[0], stop)
+        yield _Part(component, _rows_of(memory, component, int(table.blocks[entry]))[0], stop, request.salt)
 
 
 def _rows_of(memory: Bytes, component: Component, block: int) -> list[Bytes]:
@@ -147,7 +155,7 @@ def _rows_of(memory: Bytes, component: Component, block: int) -> list[Bytes]:
     return [view[page, row] for page in range(shape[0]) for row in range(shape[1])]
 
 
-def _marks(component: Component, position: int) -> Bytes:
+def _marks(component: Component, position: int, salt: int) -> Bytes:
     axes = component.global_axes
     seed = int.from_bytes(blake2b("/".join(component.key).encode(), digest_size=8).digest(), "little")
     place = np.zeros([a.count for a in axes], dtype=np.uint64)
@@ -158,7 +166,7 @@ def _marks(component: Component, position: int) -> Bytes:
     byte = np.arange(component.content.nbytes, dtype=np.uint64)
     key = (place[..., None] * np.uint64(component.content.nbytes) + byte) * np.uint64(0x9E3779B97F4A7C15)
     # Scalars are reduced by hand: NumPy warns when a scalar wraps, and not when an array does.
-    return _mixed(key + np.uint64((seed + position * 0xD1B54A32D192ED03) % 2**64))
+    return _mixed(key + np.uint64((seed + position * 0xD1B54A32D192ED03 + salt * 0x8CB92BA72F3D8DD7) % 2**64))
 
 
 def _mixed(key: Hashes) -> Bytes:

@@ -55,7 +55,7 @@ def build_model(model: TinyModel, folder: Path, *, seed: int = 20240229) -> Path
     if done.exists():
         return target
     target.mkdir(parents=True, exist_ok=True)
-    config = _full_config(model)
+    config = full_config(model)
     (target / "config.json").write_text(json.dumps(config, indent=1))
     _write_weights(model, config, target, seed)
     _write_tokenizer(target)
@@ -74,7 +74,8 @@ _RECIPE_VERSION: Final = 1
 """Raise it when the weights or the tokenizer change."""
 
 
-def _full_config(model: TinyModel) -> dict[str, Any]:
+def full_config(model: TinyModel) -> dict[str, Any]:
+    """The model's ``config.json``."""
     return {
         **model.config,
         "vocab_size": VOCABULARY,

@@ -87,6 +87,15 @@ def settings_for(protocol: str, build: Build, environ: Mapping[str, str]) -> dic
             return {}
 
 
+def family_settings(host: str) -> dict[str, str]:
+    """Variables for the address family of ``host``: the engine speaks IPv4 unless it is told.
+
+    >>> family_settings("10.0.0.3"), family_settings("fd00::3")
+    ({}, {'MC_USE_IPV6': '1'})
+    """
+    return {"MC_USE_IPV6": "1"} if ":" in host else {}
+
+
 def devices_of(topology: str) -> tuple[str, ...]:
     """The network devices in the engine's own report of what it found."""
     try:

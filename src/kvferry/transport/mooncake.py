@@ -37,6 +37,7 @@ from kvferry.transport.engine_settings import (
     Build,
     check_devices,
     devices_of,
+    family_settings,
     missing_settings,
     outstanding_limit,
     settings_for,
@@ -279,7 +280,7 @@ class _Engine:
 def _build_engine(host: str, protocol: str, device: str) -> _Engine:
     module = _load_module()
     flags = frozenset(name for name in dir(module) if name.startswith("SUPPORT_") and getattr(module, name))
-    with _environment(lambda environ: settings_for(protocol, Build(flags), environ)):
+    with _environment(lambda environ: settings_for(protocol, Build(flags), environ) | family_settings(host)):
         engine = _Engine(module.TransferEngine())
         code = engine.native().initialize(host, "P2PHANDSHAKE", protocol, device)
     try:

@@ -63,13 +63,13 @@ class Config:
     """Most copies that one request may be cut into; a request that needs more is refused."""
 
     max_transfers: int = 16_384
-    """Most transfers that one rank knows at once; a fetch beyond that fails, a cache published beyond it is not kept."""
+    """Most transfers that one rank knows at once; a fetch beyond it fails, a cache published beyond it is not kept."""
 
     max_pulls: int = 8_192
     """Most pulls that one producer rank has open; one more is answered with an error."""
 
     max_unknown_transfers: int = 1_024
-    """Most transfers that only peers have spoken of; pulls for more are answered with an error. They hinder no others."""
+    """Most transfers that only peers have spoken of; a pull for one more is answered with an error."""
 
     quarantine_max_fraction: float = 0.25
     """Part of a consumer's blocks that failed transfers may hold until they are proven quiet. Above it the receive

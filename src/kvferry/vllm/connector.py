@@ -4,9 +4,11 @@ vLLM builds one object in the engine core (role SCHEDULER) and one in each worke
 methods of the two roles are disjoint; a call for the other half is vLLM's bug and fails as such.
 """
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -24,6 +26,7 @@ from kvferry.vllm.endpoint import check_parallel
 from kvferry.vllm.holds import BlockHolds
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata
 from kvferry.vllm.scheduler import FerryScheduler
+from kvferry.vllm.statistics import FerryPromMetrics, FerryStats
 from kvferry.vllm.tables import read_cache_shape
 from kvferry.vllm.worker import FerryWorker
 
@@ -39,6 +42,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger(f"vllm.{__name__}")
+
+# MultiConnector looks its children up by name alone when their statistics have crossed a process border, and vLLM's
+# front end ends when it does not find one. A name that the operator's own plug-in has registered stays as it is.
+with contextlib.suppress(ValueError):
+    KVConnectorFactory.register_connector("FerryConnector", "kvferry.vllm", "FerryConnector")
 
 
 class FerryConnector(KVConnectorBase_V1, SupportsHMA):
@@ -131,6 +139,29 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         """The request has ended. Its blocks may go at once: those that a transfer needs are held by us."""
         self._scheduler.on_finished(request, block_ids)
         return False, None
+
+    def get_kv_connector_stats(self) -> FerryStats | None:
+        """What happened since the last step: transfers from a worker, held blocks from the scheduler."""
+        if self._worker_half is not None:
+            return self._worker_half.take_statistics()
+        held = self._scheduler.changed_holds()
+        return None if held is None else FerryStats.of_scheduler(held)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
+        """Statistics from the dictionary in which they crossed a process border."""
+        return FerryStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> FerryPromMetrics:
+        """The metrics of ``docs/metrics.md``."""
+        return FerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def has_pending_push_work(self) -> bool:
         """Keep the engine stepping while a transfer holds blocks."""

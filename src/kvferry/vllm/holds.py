@@ -8,6 +8,7 @@ block with a reference is not handed out, whoever else let go of it.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.errors import ConfigError, ConfigReason
@@ -16,6 +17,16 @@ from kvferry.protocol import Table, Ticket
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBlocks:
+    """How many blocks are kept from re-use."""
+
+    held: int
+    """All of them."""
+    quarantined: int
+    """Those whose fetch has failed, and which are not proven quiet."""
 
 
 class BlockHolds:
@@ -27,6 +38,8 @@ class BlockHolds:
         self._pool: BlockPool | None = None
         self._held: dict[Ticket, list[KVCacheBlock]] = {}
         self._quiet: Counter[Ticket] = Counter()
+        self._doubtful: set[Ticket] = set()
+        """Held tickets whose fetch has failed."""
 
     def bind(self, pool: "BlockPool") -> None:
         """Take the pool that the scheduler allocates from; called once, before the first request."""
@@ -43,11 +56,24 @@ class BlockHolds:
         pool.touch(blocks)
         self._held[ticket] = blocks
 
+    def doubt(self, ticket: Ticket) -> None:
+        """The fetch of this ticket has failed; its blocks stay held until it is quiet."""
+        if ticket in self._held:
+            self._doubtful.add(ticket)
+
+    @property
+    def count(self) -> HeldBlocks:
+        """How many are held now."""
+        return HeldBlocks(
+            sum(len(blocks) for blocks in self._held.values()), sum(len(self._held[one]) for one in self._doubtful)
+        )
+
     def settle(self, quiet: Mapping[Ticket, int]) -> None:
         """Count ranks that say "quiet"; drop the references of tickets for which all have."""
         self._quiet.update(quiet)
         for ticket in [ticket for ticket in quiet if self._quiet[ticket] >= self._ranks]:
             del self._quiet[ticket]
+            self._doubtful.discard(ticket)
             if ticket in self._held:
                 self._bound().free_blocks(reversed(self._held.pop(ticket)))
 

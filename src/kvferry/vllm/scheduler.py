@@ -18,7 +18,7 @@ from vllm.v1.request import RequestStatus
 from kvferry.ids import RequestId, TransferId
 from kvferry.protocol import Span, Table, Ticket
 from kvferry.runtime import new_epoch
-from kvferry.vllm.holds import BlockHolds
+from kvferry.vllm.holds import BlockHolds, HeldBlocks
 from kvferry.vllm.metadata import (
     Cancel,
     Expect,
@@ -73,6 +73,7 @@ class FerryScheduler:
         """Request ids whose *expect* was given and whose end has not been seen."""
         self._pulling: dict[str, Ticket] = {}
         """Request ids that wait for a pull, with its ticket."""
+        self._said_holds = HeldBlocks(0, 0)
         self._claimed: dict[TransferId, str] = {}
         """The latest transfers, with the id of the one request that fetches or releases each. Routers that give one
         id to all prompts of a batch mean one cache only, the first prompt's."""
@@ -140,11 +141,22 @@ class FerryScheduler:
 
     def on_worker_output(self, output: "KVConnectorOutput") -> None:
         """What all ranks reported in a step: receives that ended, tickets that are quiet."""
+        for request_id in output.failed_recving or ():
+            if (ticket := self._pulling.get(request_id)) is not None:
+                self._holds.doubt(ticket)
         for request_id in output.finished_recving or ():
             self._pulling.pop(request_id, None)
         meta = output.kv_connector_worker_meta
         if isinstance(meta, FerryWorkerMetadata):
             self._holds.settle(meta.quiet)
+
+    def changed_holds(self) -> HeldBlocks | None:
+        """How many blocks are held, when that differs from what was said last."""
+        now = self._holds.count
+        if now == self._said_holds:
+            return None
+        self._said_holds = now
+        return now
 
     def has_work(self) -> bool:
         """Whether the engine must go on stepping although no request is left."""

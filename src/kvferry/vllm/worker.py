@@ -22,6 +22,7 @@ from kvferry.ids import EngineId, Incarnation
 from kvferry.layout import BoundLayout, Parallel, bind_layout, decode_placement, encode_placement
 from kvferry.protocol import Fate, Ticket
 from kvferry.runtime import ConsumerRuntime, Fetch, Local, ProducerRuntime, Publication
+from kvferry.vllm.affinity import on_any_core
 from kvferry.vllm.config import Config
 from kvferry.vllm.endpoint import read_options
 from kvferry.vllm.layout_file import write_layout
@@ -38,6 +39,7 @@ from kvferry.vllm.metadata import (
     Siblings,
     Withdraw,
 )
+from kvferry.vllm.statistics import FerryStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -128,10 +130,11 @@ class FerryWorker:
         )
         options = read_options(self._vllm_config, self._config, rank=local.index)
         transfer = self._vllm_config.kv_transfer_config
-        if transfer.is_kv_producer:
-            self._producer = ProducerRuntime(local, options)
-        if transfer.is_kv_consumer:
-            self._consumer = ConsumerRuntime(local, options)
+        with on_any_core():
+            if transfer.is_kv_producer:
+                self._producer = ProducerRuntime(local, options)
+            if transfer.is_kv_consumer:
+                self._consumer = ConsumerRuntime(local, options)
 
     @property
     def _engine_id(self) -> str:
@@ -182,6 +185,11 @@ class FerryWorker:
             if runtime is not None:
                 quiet.update(runtime.take_quiet())
         return FerryWorkerMetadata(quiet) if quiet else None
+
+    def take_statistics(self) -> FerryStats | None:
+        """What this rank did since it was last asked; ``None`` for nothing."""
+        runtimes = [runtime for runtime in (self._producer, self._consumer) if runtime is not None]
+        return FerryStats.of_worker([runtime.take_interval() for runtime in runtimes])
 
     def _produce(self, order: Expect | Publish | Withdraw) -> None:
         producer = self._producer

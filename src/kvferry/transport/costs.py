@@ -1,0 +1,27 @@
+"""What each transport costs, so that a plan can say whether it had better be staged.
+
+Medians of five runs of ``make bench-costs`` on 2026-11-30: AMD EPYC, 2 shared cores, Linux 6.18, Python 3.11.7, NumPy
+2.3.5, mooncake-transfer-engine-non-cuda 0.3.13.post1 over TCP on the loopback interface; load 4 to 9. Runs differ by a
+factor of two, forms by far more where the choice matters: a descriptor of the Mooncake engine costs as much as the copy
+of 40 runs in memory. Measure anew before believing the third digit; other links (RDMA, a real network) are not in here.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from kvferry.plan.staging import CostModel
+from kvferry.transport.cma import CmaTransport
+from kvferry.transport.memory import MemoryTransport
+from kvferry.transport.mooncake import MAX_ROW_BYTES, MooncakeTransport
+
+_DELTA, _GAMMA = 1.13e-6, 0.10e-9
+"""A copy inside one process, by the cma transport: what gather and scatter cost wherever the bytes go between them."""
+
+COSTS: Mapping[str, CostModel] = MappingProxyType(
+    {
+        MemoryTransport.name: CostModel(alpha=0.88e-6, beta=0.035e-9, gamma=_GAMMA, delta=_DELTA, chunk=MAX_ROW_BYTES),
+        CmaTransport.name: CostModel(alpha=1.27e-6, beta=0.53e-9, gamma=_GAMMA, delta=_DELTA, chunk=MAX_ROW_BYTES),
+        MooncakeTransport.name: CostModel(alpha=41e-6, beta=0.22e-9, gamma=_GAMMA, delta=_DELTA, chunk=MAX_ROW_BYTES),
+    }
+)
+"""By name of the transport; ``mooncake`` as it is over TCP."""
