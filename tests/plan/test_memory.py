@@ -67,5 +67,4 @@ def test_peak_of_check_and_bind(name: str) -> None:
     finally:
         tracemalloc.stop()
     assert descriptors.count == shape.layers * shape.runs * BLOCKS
-    print(name, peak / descriptors.count)
     assert peak < MOST_BYTES * descriptors.count

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.testing.case_features import EVERY
-from kvferry.testing.fuzz_plan import Report, fuzz, shrink, violations_of
+from kvferry.testing.fuzz_plan import Report, fuzz, kvferry_planner, shrink, violations_of
 from kvferry.testing.naive import plan_naively
 from kvferry.testing.oracle import Expectation, Refusal, check_plan, expect, judge
 from kvferry.testing.strategies import Case, features, random_case
@@ -249,6 +249,20 @@ def test_a_table_that_begins_inside_an_entry_has_no_positions() -> None:
     expected = expect(case.producers, case.consumers, case.request)
     assert isinstance(expected, Refusal)
     assert "invalid-request" in expected.reasons
+
+
+def test_a_state_may_leave_out_what_only_rows_have() -> None:
+    """Seed 77682: the contract names no row of a state, so a file without these fields is planned, or refused."""
+    case = random_case(random.Random(77682))
+    assert case.fault == "missing_field"
+    [part] = [p for f in case.consumers for p in f["components"] if "tokens_per_row" not in p]
+    assert violations_of(kvferry_planner, case) == []
+    expected = expect(case.producers, case.consumers, case.request)
+    refusal = {"error": {"reason": "invalid-layout", "message": ""}}
+    assert isinstance(expected, Expectation)
+    assert judge(expected, refusal) == []
+    part["group"] = next(i for i, g in enumerate(case.consumers[0]["groups"]) if g["kind"] == "attention")
+    assert isinstance(expect(case.producers, case.consumers, case.request), Refusal)
 
 
 def test_cases_without_a_fault_can_be_planned() -> None:

@@ -65,10 +65,17 @@ def local_side(world: World, *, engine: str, epoch: str) -> Local:
     return Local(Incarnation(EngineId(engine), epoch), "model", 0, bound.binding, (bound.placement,), 1, 1)
 
 
-def options_for(transport: str, *, bootstrap: Bootstrap | None = None, report: str | None = None) -> RuntimeOptions:
+def options_for(
+    transport: str, *, bootstrap: Bootstrap | None = None, report: str | None = None, debug_dir: str | None = None
+) -> RuntimeOptions:
     def make() -> Transport:
         return CmaTransport() if transport == "cma" else MooncakeTransport("127.0.0.1")
 
     return RuntimeOptions(
-        host="127.0.0.1", make_transport=make, bootstrap=bootstrap, report=report, timing=Timing(resolve=2.0)
+        host="127.0.0.1",
+        make_transport=make,
+        bootstrap=bootstrap,
+        report=report,
+        timing=Timing(resolve=2.0),
+        debug_dir=debug_dir,
     )

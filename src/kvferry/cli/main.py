@@ -3,9 +3,11 @@
 A subcommand is imported when it is called, so that ``kvferry plan`` does not wait for the router's web server.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import TextIO
 
 import typer
 
@@ -17,8 +19,10 @@ COMMANDS = {
     "check": "kvferry.cli.check:check_command",
     "explain": "kvferry.cli.explain:explain_command",
     "layout": "kvferry.cli.layout:layout_app",
+    "doctor": "kvferry.cli.doctor:doctor_command",
     "demo": "kvferry.cli.demo:demo_command",
     "serve-router": "kvferry.cli.serve_router:serve_router",
+    "story": "kvferry.cli.story:story_command",
 }
 """Where each subcommand is: module and function, or module and app for one that has subcommands of its own."""
 
@@ -30,7 +34,22 @@ LISTS = ("--producer", "--consumer")
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exits."""
     words = list(sys.argv[1:] if argv is None else argv)
-    make_app(words[0] if words else None)(args=spread_lists(words))
+    sys.stdout = sys.stdout or _nowhere()
+    sys.stderr = sys.stderr or _nowhere()
+    try:
+        try:
+            make_app(words[0] if words else None)(args=spread_lists(words))
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        # Nobody reads any more, or the disk is full. What is left unwritten must not be tried again at exit.
+        sys.stdout = _nowhere()
+        sys.exit(1 if isinstance(error, BrokenPipeError) else f"kvferry: {error}")
+
+
+def _nowhere() -> TextIO:
+    """For a stream that the caller has closed; Python leaves ``None`` there."""
+    return open(os.devnull, "w", encoding="utf-8")
 
 
 def make_app(command: str | None) -> typer.Typer:

@@ -4,11 +4,13 @@ The contract is section 3 of the layout file's specification: one object on stan
 of JSON on standard error and exit status 2.
 """
 
+import os
+import stat
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import typer
@@ -33,6 +35,8 @@ from kvferry.plan import (
 
 PLAN_FORMAT = "kvferry.plan/1"
 MAX_FILE_MB = 256
+PIECE = 1 << 24
+"""Bytes that are read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +123,35 @@ class FileLimit:
 
     def read(self, path: Path, reason: PlanReason) -> bytes:
         """The bytes of ``path``; an unreadable file is refused with ``reason``."""
+        most = self.megabytes * 1_000_000
         try:
-            size = path.stat().st_size
-            if size > self.megabytes * 1_000_000:
-                raise PlanError(
-                    PlanReason.LIMIT_EXCEEDED,
-                    f"{path} has {size} bytes, over --max-file-mb {self.megabytes}",
-                )
-            return path.read_bytes()
-        except OSError as error:
-            raise PlanError(reason, f"{path} cannot be read: {error.strerror or type(error).__name__}") from error
+            with open(path, "rb", opener=_open) as file:
+                known = os.fstat(file.fileno())
+                pipe = stat.S_ISFIFO(known.st_mode)
+                if not (pipe or stat.S_ISREG(known.st_mode)):
+                    raise PlanError(reason, f"{path} is neither a file nor a pipe")
+                os.set_blocking(file.fileno(), pipe)
+                data = b"" if known.st_size > most else _read_up_to(file, most + 1)
+        except (OSError, ValueError) as error:
+            why = (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
+            raise PlanError(reason, f"{path} cannot be read: {why}") from error
+        if max(known.st_size, len(data)) > most:
+            raise PlanError(PlanReason.LIMIT_EXCEEDED, f"{path} is over --max-file-mb {self.megabytes}")
+        return data
+
+
+def _open(path: str, flags: int) -> int:
+    # Without O_NONBLOCK a named pipe that nobody writes to would be waited for. With it, it is an empty file.
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _read_up_to(file: BinaryIO, most: int) -> bytes:
+    """All there is, but not more than ``most`` bytes: a pipe, or a file of /proc, does not say how much it will be."""
+    pieces: list[bytes] = []
+    while most > 0 and (piece := file.read(min(most, PIECE))):
+        pieces.append(piece)
+        most -= len(piece)
+    return b"".join(pieces)
 
 
 def read_layout(path: Path, limit: FileLimit) -> BoundLayout:

@@ -49,6 +49,11 @@ MISDEEDS: Final[Mapping[str, type[Misdeed]]] = {
 }
 
 
+def misdeed(name: str, args: Mapping[str, float]) -> Misdeed:
+    """A misdeed by its name."""
+    return msgspec.convert(args, MISDEEDS[name])
+
+
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """What a side is to be."""
 
@@ -154,9 +159,9 @@ class SideProcess:
         self.pool = Blocks(spec)
         self.held: dict[int, Held] = {}
         self.counts = Counts()
-        self.misdeeds = Misdeeds(*(MISDEEDS[name](**args) for name, args in spec.misdeeds))
+        self.misdeeds = Misdeeds(*(misdeed(name, args) for name, args in spec.misdeeds))
         if spec.always is not None:
-            self.misdeeds.always = MISDEEDS[spec.always[0]](**spec.always[1])
+            self.misdeeds.always = misdeed(*spec.always)
         self._tickets = iter(range(1, 1 << 40))
         bound = bind_layout(self.pool.memory.layout)
         self.local = Local(
@@ -239,7 +244,7 @@ class ProducerSide(SideProcess):
             case {"do": "late"}:
                 self.misdeeds.write_late()
             case {"do": "misdeed", "name": name, "args": args}:
-                self.misdeeds.plan(MISDEEDS[name](**args))
+                self.misdeeds.plan(misdeed(name, args))
             case {"do": "address"}:
                 say("address", address=self.runtime.address)
             case _:
@@ -289,17 +294,17 @@ class ConsumerSide(SideProcess):
             self.give_back(ticket, UNTOUCHED)
 
     def _ended(self, ticket: int, fate: Fate, reason: str, detail: str) -> None:
-        held = self.held[ticket]
+        held, at = self.held[ticket], time.monotonic()
         self.counts.fates[fate.value] = self.counts.fates.get(fate.value, 0) + 1
         if fate is Fate.DONE:
             wrong, _ = self.pool.memory.check(self.tables_of(held))
             self.counts.wrong += sum(one.wrong for one in wrong)
-        say("ended", transfer=held.transfer, fate=fate.value, reason=reason, detail=detail)
+        say("ended", at=at, transfer=held.transfer, fate=fate.value, reason=reason, detail=detail)
 
 
 def say(event: str, **more: object) -> None:
     """One line for the driver."""
-    sys.stdout.write(json.dumps({"event": event, "at": time.monotonic(), **more}) + "\n")
+    sys.stdout.write(json.dumps({"event": event, "at": time.monotonic()} | more) + "\n")
     sys.stdout.flush()
 
 

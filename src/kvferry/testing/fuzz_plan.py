@@ -73,7 +73,11 @@ def fuzz(planner: Planner, seeds: range, *, strict: bool = False, most_failures:
     report = Report()
     for seed in seeds:
         case = random_case(random.Random(seed))
-        violations = violations_of(planner, case, strict=strict, report=report)
+        try:
+            violations = violations_of(planner, case, strict=strict, report=report)
+        except Exception as error:
+            error.add_note(f"the oracle itself failed, at seed {seed}")
+            raise
         report.count += 1
         if violations:
             report.failures.append(Failure(seed, violations, case))

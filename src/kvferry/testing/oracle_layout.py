@@ -87,6 +87,8 @@ class Part:
     nbytes: int
     content_type: str
     optional: bool
+    lacks_rows: bool = False
+    """A state whose file does not say that it has one kernel block of one row."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -214,8 +216,12 @@ _PART = {"layer", "layer_index", "component", "group", "address", "num_blocks", 
 _PART |= {"kernel_blocks", "kernel_stride", "tokens_per_row", "axes", "content"}
 
 
+_OF_ROWS = {"kernel_blocks", "kernel_stride", "tokens_per_row"}
+"""Of these a state has none, so a file may be thought complete without them: either reading is accepted."""
+
+
 def _part(value: object) -> Part:
-    got = fields(value, _PART, {"optional"})
+    got = fields(value, _PART - _OF_ROWS, {"optional", *_OF_ROWS})
     content = fields(got["content"], {"nbytes", "type"})
     optional = got.get("optional", False)
     if not isinstance(optional, bool):
@@ -228,13 +234,14 @@ def _part(value: object) -> Part:
         address=integer(got["address"], 0),
         num_blocks=integer(got["num_blocks"], 1),
         block_stride=integer(got["block_stride"], 1),
-        kernel_blocks=integer(got["kernel_blocks"], 1),
-        kernel_stride=integer(got["kernel_stride"], 1),
-        row_tokens=integer(got["tokens_per_row"], 1),
+        kernel_blocks=integer(got.get("kernel_blocks", 1), 1),
+        kernel_stride=integer(got.get("kernel_stride", 1), 1),
+        row_tokens=integer(got.get("tokens_per_row", 1), 1),
         axes=tuple(_axis(axis) for axis in items(got["axes"])),
         nbytes=integer(content["nbytes"], 1),
         content_type=text(content["type"]),
         optional=optional,
+        lacks_rows=not got.keys() >= _OF_ROWS,
     )
 
 
@@ -254,6 +261,8 @@ def read_file(value: object) -> File:
     for part in parts:
         if part.group >= len(groups):
             raise MalformedError(f"{part.key} is in group {part.group} of {len(groups)}")
+        if part.lacks_rows and groups[part.group].kind != "state":
+            raise MalformedError(f"{part.key} lacks one of {sorted(_OF_ROWS)}")
     if not regions:
         raise MalformedError("a placement: no regions")
     return File(regions, groups, parts)

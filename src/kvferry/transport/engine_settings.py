@@ -6,6 +6,7 @@ at it: what it installs follows from the build, the devices that it finds and a 
 and judge afterwards, from the devices that the engine itself found, whether it uses what was asked for.
 """
 
+import ipaddress
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -87,13 +88,43 @@ def settings_for(protocol: str, build: Build, environ: Mapping[str, str]) -> dic
             return {}
 
 
-def family_settings(host: str) -> dict[str, str]:
-    """Variables for the address family of ``host``: the engine speaks IPv4 unless it is told.
+def family_settings(host: str, environ: Mapping[str, str], *, loaded: bool) -> dict[str, str]:
+    """Variables for the address family of ``host``; refuses a host of the family that the engine does not speak.
 
-    >>> family_settings("10.0.0.3"), family_settings("fd00::3")
+    One process speaks one family: the engine's library reads the variable when it is loaded, and then neither finds
+    peers of the other family nor says why.
+
+    >>> family_settings("10.0.0.3", {}, loaded=False), family_settings("fd00::3", {}, loaded=False)
     ({}, {'MC_USE_IPV6': '1'})
     """
-    return {"MC_USE_IPV6": "1"} if ":" in host else {}
+    if ":" in host and "MC_USE_IPV6" not in environ:
+        if loaded:
+            raise _wrong(f"host {host!r} is IPv6, but the Mooncake engine of this process was loaded for IPv4")
+        return {"MC_USE_IPV6": "1"}
+    if _is_ipv4(host) and "MC_USE_IPV6" in environ:
+        raise _wrong(f"host {host!r} is IPv4, but MC_USE_IPV6 is set and makes the engine speak IPv6 alone; unset it")
+    return {}
+
+
+def check_family(address: str, environ: Mapping[str, str]) -> None:
+    """Refuse a peer's ``host:port`` of the family that the engine of this process does not speak."""
+    host = address.rpartition(":")[0]
+    speaks_v6 = "MC_USE_IPV6" in environ
+    if (_is_ipv4(host) and speaks_v6) or (":" in host and not speaks_v6):
+        here, there = ("IPv6", "IPv4") if speaks_v6 else ("IPv4", "IPv6")
+        raise TransportError(
+            TransportReason.PEER_UNREACHABLE,
+            f"peer {address} is {there}, the Mooncake engine of this process speaks {here}: give both sides a host of "
+            "one family",
+        )
+
+
+def _is_ipv4(host: str) -> bool:
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def devices_of(topology: str) -> tuple[str, ...]:

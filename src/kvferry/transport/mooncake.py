@@ -22,6 +22,7 @@ import ctypes
 import gc
 import importlib
 import os
+import sys
 import threading
 import time
 import weakref
@@ -36,6 +37,7 @@ from kvferry.transport.engine_settings import (
     DEVICE_PROTOCOLS,
     Build,
     check_devices,
+    check_family,
     devices_of,
     family_settings,
     missing_settings,
@@ -147,6 +149,7 @@ class MooncakeTransport:
         host, _, port = address.rpartition(":")
         if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
             raise TransportError(TransportReason.PEER_UNREACHABLE, f"{address[:120]!r} is not host:port")
+        check_family(address, os.environ)
         return Peer(address, RegionTable.of(regions))
 
     def submit(self, peer: Peer, descriptors: Descriptors) -> Progress:
@@ -278,9 +281,9 @@ class _Engine:
 
 
 def _build_engine(host: str, protocol: str, device: str) -> _Engine:
-    module = _load_module()
+    module = _load_module(host)
     flags = frozenset(name for name in dir(module) if name.startswith("SUPPORT_") and getattr(module, name))
-    with _environment(lambda environ: settings_for(protocol, Build(flags), environ) | family_settings(host)):
+    with _environment(lambda environ: settings_for(protocol, Build(flags), environ)):
         engine = _Engine(module.TransferEngine())
         code = engine.native().initialize(host, "P2PHANDSHAKE", protocol, device)
     try:
@@ -296,8 +299,9 @@ def _build_engine(host: str, protocol: str, device: str) -> _Engine:
     return engine
 
 
-def _load_module() -> Any:
-    os.environ.update(missing_settings(os.environ))
+def _load_module(host: str) -> Any:
+    loaded = "mooncake.engine" in sys.modules
+    os.environ.update(missing_settings(os.environ) | family_settings(host, os.environ, loaded=loaded))
     try:
         return importlib.import_module("mooncake.engine")
     except ImportError as error:

@@ -78,6 +78,12 @@ class Config:
     debug_socket_dir: str | None = None
     """Directory (mode 0700) in which each rank answers `kvferry story` on a Unix socket; unset: nothing listens."""
 
+    require_private_network: bool = False
+    """Refuse to start where strangers may reach this engine's memory: when the address told to peers is public, or when
+    any interface of this machine has a public address while something listens on all of them (the Mooncake engine
+    always does, whatever ``host`` is; so does the bootstrap service). A firewall cannot be seen from here: behind one,
+    leave this off."""
+
     transfer_report: str | None = None
     """File to which one JSON line per transfer and side is added, with a digest of the moved pages. For tests: it
     reads every moved byte once more."""

@@ -7,17 +7,29 @@ from vllm.utils.network_utils import get_ip
 from kvferry.errors import ConfigError, ConfigReason
 from kvferry.protocol import ConsumerLimits, ProducerLimits
 from kvferry.runtime import Bootstrap, RuntimeOptions, Timing
+from kvferry.runtime.checkup import Deployment
 from kvferry.transport import CmaTransport, MooncakeTransport, Transport
 from kvferry.vllm.config import Config, split_address
+from kvferry.vllm.deployment import deployment_of
 from vllm import envs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def read_options(vllm_config: "VllmConfig", config: Config, *, rank: int) -> RuntimeOptions:
-    """The options of rank ``rank`` of this engine."""
-    host = config.host or get_ip()
+def read_deployment(vllm_config: "VllmConfig", config: Config) -> Deployment:
+    """How this engine is reached, as far as options, variables and vLLM say."""
+    transfer = vllm_config.kv_transfer_config
+    return deployment_of(
+        config,
+        explicit=transfer.kv_connector_extra_config,
+        produces=transfer.is_kv_producer,
+        detected_host=get_ip(),
+    )
+
+
+def read_options(vllm_config: "VllmConfig", config: Config, *, rank: int, host: str) -> RuntimeOptions:
+    """The options of rank ``rank`` of this engine, which binds ``host``, an address of this machine."""
 
     def make_transport() -> Transport:
         if config.transport == "cma":

@@ -22,9 +22,8 @@ from kvferry.ids import EngineId, Incarnation
 from kvferry.layout import BoundLayout, Parallel, bind_layout, decode_placement, encode_placement
 from kvferry.protocol import Fate, Ticket
 from kvferry.runtime import ConsumerRuntime, Fetch, Local, ProducerRuntime, Publication
-from kvferry.vllm.affinity import on_any_core
 from kvferry.vllm.config import Config
-from kvferry.vllm.endpoint import read_options
+from kvferry.vllm.endpoint import read_deployment, read_options
 from kvferry.vllm.layout_file import write_layout
 from kvferry.vllm.layouts.extract import layout_of_worker, parallel_of_this_process
 from kvferry.vllm.metadata import (
@@ -39,6 +38,7 @@ from kvferry.vllm.metadata import (
     Siblings,
     Withdraw,
 )
+from kvferry.vllm.startup import StartUp
 from kvferry.vllm.statistics import FerryStats
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class FerryWorker:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = config
+        self._startup = StartUp.read(read_deployment(vllm_config, config))
         self._bound: BoundLayout | None = None
         self._parallel: Parallel | None = None
         self._producer: ProducerRuntime | None = None
@@ -128,13 +129,14 @@ class FerryWorker:
             tp_size=parallel.tp_size,
             pp_size=parallel.pp_size,
         )
-        options = read_options(self._vllm_config, self._config, rank=local.index)
+        options = read_options(self._vllm_config, self._config, rank=local.index, host=self._startup.host.ip)
         transfer = self._vllm_config.kv_transfer_config
-        with on_any_core():
-            if transfer.is_kv_producer:
-                self._producer = ProducerRuntime(local, options)
-            if transfer.is_kv_consumer:
-                self._consumer = ConsumerRuntime(local, options)
+        if transfer.is_kv_producer:
+            self._producer = ProducerRuntime(local, options)
+        if transfer.is_kv_consumer:
+            self._consumer = ConsumerRuntime(local, options)
+        listening = self._producer.address if self._producer else None
+        logger.info("%s", "\n".join(self._startup.lines(local, self._config, listening=listening)))
 
     @property
     def _engine_id(self) -> str:

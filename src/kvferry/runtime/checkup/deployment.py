@@ -1,0 +1,146 @@
+"""The settings that decide how a rank is reached and how its bytes move, and why each has its value.
+
+An explicit setting always wins: the order is option, then environment variable, then what was detected, then the
+default. What a setting makes irrelevant is said too, so that nobody waits for an effect of it.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from kvferry.runtime.checkup.addresses import HostAddress, LocalAddress, resolve_host, route_address
+from kvferry.runtime.checkup.records import Choice, Finding, Verdict
+
+VARIABLES: Final = ("VLLM_HOST_IP", "VLLM_MOONCAKE_BOOTSTRAP_PORT")
+DEFAULT_BOOTSTRAP_PORT: Final = 8998
+_INFINIBAND: Final = Path("/sys/class/infiniband")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """Settings of one rank, as they were given."""
+
+    transport: Literal["mooncake", "cma"] = "mooncake"
+    protocol: str = "tcp"
+    """Of the Mooncake engine."""
+    device: str = ""
+    host: str | None = None
+    host_why: str = "option host"
+    side_channel_port: int = 0
+    bootstrap_port: int | None = None
+    bootstrap_address: str | None = None
+    """Of a bootstrap service that runs elsewhere."""
+    produces: bool = True
+    """Whether it may serve the bootstrap service."""
+    private_only: bool = False
+    explicit: frozenset[str] = frozenset()
+    """Names of the options that were set."""
+
+    @property
+    def serves_bootstrap(self) -> bool:
+        """Whether rank 0 of it listens for producers to register."""
+        return self.produces and self.bootstrap_address is None
+
+    @property
+    def open_ports(self) -> tuple[str, ...]:
+        """What of it listens on every interface, whatever ``host`` is."""
+        engine = ("the Mooncake engine's ports",) if self.transport == "mooncake" else ()
+        return (*engine, *(("the bootstrap service's port",) if self.serves_bootstrap else ()))
+
+
+def choose_host(deployment: Deployment, environ: Mapping[str, str]) -> tuple[str, str]:
+    """The host setting that counts, and whose it is."""
+    if deployment.host is not None:
+        return deployment.host, deployment.host_why
+    if environ.get("VLLM_HOST_IP"):
+        return environ["VLLM_HOST_IP"], "VLLM_HOST_IP"
+    if (found := route_address()) is not None:
+        return found, "detected: the address towards the default route"
+    return "127.0.0.1", "detected: this machine has no route to the outside"
+
+
+def choose_bootstrap_port(deployment: Deployment, environ: Mapping[str, str]) -> tuple[int, str]:
+    """The port of the bootstrap service, and whose setting it is."""
+    if deployment.bootstrap_port is not None:
+        return deployment.bootstrap_port, "option bootstrap_port"
+    text = environ.get("VLLM_MOONCAKE_BOOTSTRAP_PORT", "")
+    if text.isascii() and text.isdigit():
+        return int(text), "VLLM_MOONCAKE_BOOTSTRAP_PORT"
+    return DEFAULT_BOOTSTRAP_PORT, "default"
+
+
+def choices_of(
+    deployment: Deployment, here: Sequence[LocalAddress], environ: Mapping[str, str] = os.environ
+) -> tuple[tuple[Choice, ...], HostAddress]:
+    """Every setting with its reason, and the address that comes out; raises ``ConfigError`` where there is none."""
+    given, why = choose_host(deployment, environ)
+    host = resolve_host(given, here)
+    if host.given != host.ip:
+        also = f", also {', '.join(host.others)}" if host.others else ""
+        why = f"{why}: name {host.given} resolves to it here{also}"
+    return (
+        Choice("transport", deployment.transport, _whose(deployment, "transport")),
+        *_engine_choices(deployment),
+        Choice("address", host.ip, why),
+        Choice("interface", host.interface, f"it has that address, which is {host.scope}"),
+        _side_channel(deployment),
+        *_bootstrap(deployment, environ),
+    ), host
+
+
+def skipped(deployment: Deployment, environ: Mapping[str, str] = os.environ) -> tuple[Finding, ...]:
+    """Settings that have no effect beside others."""
+    found = []
+    if deployment.host is not None and environ.get("VLLM_HOST_IP") not in (None, "", deployment.host):
+        found.append(f"VLLM_HOST_IP={environ['VLLM_HOST_IP']}: {deployment.host_why} wins")
+    if deployment.transport == "cma":
+        found += [
+            f"option {name}: the cma transport has none"
+            for name in ("mooncake_protocol", "device_name")
+            if name in deployment.explicit
+        ]
+    if deployment.bootstrap_address is not None:
+        if "bootstrap_port" in deployment.explicit:
+            found.append("option bootstrap_port: the service runs elsewhere (bootstrap_server_address)")
+    elif deployment.bootstrap_port is not None and environ.get("VLLM_MOONCAKE_BOOTSTRAP_PORT"):
+        found.append("VLLM_MOONCAKE_BOOTSTRAP_PORT: option bootstrap_port wins")
+    return tuple(Finding("settings", Verdict.SKIPPED, one) for one in found)
+
+
+def rdma_devices() -> tuple[str, ...]:
+    """Network devices that could do RDMA."""
+    return tuple(sorted(path.name for path in _INFINIBAND.iterdir())) if _INFINIBAND.is_dir() else ()
+
+
+def _engine_choices(deployment: Deployment) -> tuple[Choice, ...]:
+    if deployment.transport == "cma":
+        return (Choice("protocol", "process_vm_writev", "what the cma transport is; CPU memory of one host"),)
+    devices = rdma_devices()
+    seen = f"this machine has {', '.join(devices)}" if devices else "this machine has no RDMA device"
+    device = deployment.device or ("all that it finds" if deployment.protocol != "tcp" else "none needed")
+    why = "option device_name" if deployment.device else f"{seen}; device_name is not set"
+    return (
+        Choice("protocol", deployment.protocol, f"{_whose(deployment, 'mooncake_protocol')}; {seen}"),
+        Choice("device", device, why),
+    )
+
+
+def _side_channel(deployment: Deployment) -> Choice:
+    if deployment.side_channel_port == 0:
+        return Choice("side channel port", "any free", _whose(deployment, "side_channel_port"))
+    return Choice("side channel port", f"{deployment.side_channel_port} plus the rank", "option side_channel_port")
+
+
+def _bootstrap(deployment: Deployment, environ: Mapping[str, str]) -> tuple[Choice, ...]:
+    if deployment.bootstrap_address is not None:
+        return (Choice("bootstrap", deployment.bootstrap_address, "option bootstrap_server_address"),)
+    if not deployment.produces:
+        return (Choice("bootstrap", "none served", "this engine only consumes; requests name their producer's"),)
+    port, why = choose_bootstrap_port(deployment, environ)
+    return (Choice("bootstrap", f"port {port}, served by rank 0 on every interface", why),)
+
+
+def _whose(deployment: Deployment, option: str) -> str:
+    return f"option {option}" if option in deployment.explicit else "default"

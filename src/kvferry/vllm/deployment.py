@@ -1,0 +1,25 @@
+"""The options that say how a rank is reached, as a checkup takes them. Needs no vLLM, nor does ``kvferry doctor``."""
+
+from collections.abc import Iterable
+
+from kvferry.runtime.checkup import Deployment
+from kvferry.vllm.config import Config
+
+
+def deployment_of(
+    config: Config, *, explicit: Iterable[str] = (), produces: bool = True, detected_host: str | None = None
+) -> Deployment:
+    """``explicit``: the options that were set. ``detected_host``: what vLLM chose where no option says it."""
+    return Deployment(
+        transport=config.transport,
+        protocol=config.mooncake_protocol,
+        device=config.device_name,
+        host=config.host or detected_host,
+        host_why="option host" if config.host else "VLLM_HOST_IP, else vLLM's own choice",
+        side_channel_port=config.side_channel_port,
+        bootstrap_port=config.bootstrap_port,
+        bootstrap_address=config.bootstrap_server_address,
+        produces=produces,
+        private_only=config.require_private_network,
+        explicit=frozenset(explicit),
+    )

@@ -1,0 +1,108 @@
+"""``kvferry doctor`` as people run it: exit status, JSON, a named peer."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.mooncake
+
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "MC_"))}
+WORDS = (sys.executable, "-m", "kvferry.cli", "doctor")
+
+
+def doctor(*words: str, env: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*WORDS, *words], capture_output=True, text=True, timeout=120, env=CLEAN | (env or {}), check=False
+    )
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def config(**options: Any) -> str:
+    return json.dumps({"bootstrap_port": free_port(), **options})
+
+
+def found(done: "subprocess.CompletedProcess[str]") -> dict[str, dict[str, Any]]:
+    return {one["name"]: one for one in json.loads(done.stdout)["findings"]}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_a_sound_machine_is_zero_and_pages_went_through_both_transports(host: str) -> None:
+    if host == "::1" and not os.path.exists("/proc/net/if_inet6"):
+        pytest.skip("no IPv6 here")
+    done = doctor("--config", config(), "--host", host, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = json.loads(done.stdout)
+    assert said["sound"] is True
+    assert said["choices"]["address"]["value"] == ("::1" if ":" in host else "127.0.0.1")
+    assert said["choices"]["address"]["why"].startswith("option host")
+    assert said["choices"]["transport"] == {"value": "mooncake", "why": "default"}
+    pages = found(done)
+    assert pages["marker page over mooncake"]["facts"]["protocol"] == "tcp"
+    assert pages["marker page over cma"]["facts"]["protocol"] == "process_vm_writev"
+    assert pages["mooncake version"]["facts"]["version"].startswith("mooncake-transfer-engine")
+    assert done.stderr == ""
+
+
+def test_what_cannot_work_is_one_and_named() -> None:
+    done = doctor("--config", config(mooncake_protocol="rdma"), "--host", "127.0.0.1", "--json")
+    assert done.returncode == 1
+    assert found(done)["mooncake engine"]["facts"] == {"reason": "wrong-protocol"}
+    assert found(done)["marker page over mooncake"]["verdict"] == "failed"
+    assert found(done)["marker page over cma"]["verdict"] == "ok"
+
+
+def test_a_port_that_is_taken_and_a_host_that_is_not_ours_are_one() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = doctor("--config", config(transport="cma", bootstrap_port=port), "--host", "127.0.0.1")
+    assert done.returncode == 1
+    assert "not sound" in done.stdout
+    done = doctor("--host", "198.51.100.7", "--json")
+    assert done.returncode == 1
+    assert "no address of this machine" in found(done)["address"]["said"]
+
+
+@pytest.mark.parametrize(
+    "words", [("--config", '{"hosst": "a"}'), ("--config", "{"), ("--config", "[]"), ("--peer", "nowhere")]
+)
+def test_options_that_are_refused_are_two(words: tuple[str, ...]) -> None:
+    done = doctor(*words)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def serving() -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    words = [*WORDS, "--serve", "--serve-port", "0", "--host", "127.0.0.1"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=CLEAN) as server:
+        assert server.stdout is not None
+        first = server.stdout.readline()
+        yield first.split("waiting on ")[1].split(" ")[0], server
+        server.terminate()
+
+
+@pytest.mark.parametrize("transport", ["mooncake", "cma"])
+def test_a_page_to_a_named_peer(serving: tuple[str, "subprocess.Popen[str]"], transport: str) -> None:
+    address, server = serving
+    done = doctor("--config", config(transport=transport), "--host", "127.0.0.1", "--peer", address, "--json")
+    page = found(done)[f"marker page to {address}"]
+    assert (done.returncode, page["verdict"], page["facts"]["transport"]) == (0, "ok", transport), done.stdout
+    assert server.stdout is not None
+    assert "equal at both ends" in server.stdout.readline()
+
+
+def test_a_peer_that_is_not_there_is_one() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    done = doctor("--config", config(transport="cma"), "--host", "127.0.0.1", "--peer", address, "--json")
+    assert done.returncode == 1
+    assert found(done)[f"marker page to {address}"]["facts"] == {"reason": "peer-unreachable"}

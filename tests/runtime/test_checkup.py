@@ -1,0 +1,254 @@
+"""A checkup decides as it says: who wins, what is refused, what strangers can reach, what arrives."""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from kvferry.errors import ConfigError, TransportError, TransportReason
+from kvferry.runtime.checkup import (
+    Deployment,
+    LocalAddress,
+    Verdict,
+    Way,
+    check_address,
+    check_exposure,
+    check_ports,
+    choices_of,
+    deliver_to_peer,
+    deliver_to_self,
+    local_addresses,
+    require_private_network,
+    resolve_host,
+    skipped,
+)
+from kvferry.runtime.checkup.marker import PAGE, Line, receive_marker, write_marker
+
+HOME = (LocalAddress("lo", "127.0.0.1"), LocalAddress("lo", "::1"), LocalAddress("eth0", "10.0.0.3"))
+OUTSIDE = (*HOME, LocalAddress("eth1", "203.0.113.9"), LocalAddress("eth1", "8.8.4.4"))
+
+
+def chosen(deployment: Deployment, environ: dict[str, str] | None = None) -> dict[str, tuple[str, str]]:
+    choices, _ = choices_of(deployment, HOME, environ or {})
+    return {one.name: (one.value, one.why) for one in choices}
+
+
+# ------------------------------------------------------------------------------------------------ who decides
+
+
+def test_an_option_wins_over_a_variable_and_a_variable_over_what_is_detected() -> None:
+    environ = {"VLLM_HOST_IP": "10.0.0.3", "VLLM_MOONCAKE_BOOTSTRAP_PORT": "9001"}
+    option = Deployment(host="127.0.0.1", bootstrap_port=9002, explicit=frozenset({"host", "bootstrap_port"}))
+    assert chosen(option, environ)["address"] == ("127.0.0.1", "option host")
+    assert chosen(option, environ)["bootstrap"] == (
+        "port 9002, served by rank 0 on every interface",
+        "option bootstrap_port",
+    )
+    assert [one.said for one in skipped(option, environ)] == [
+        "VLLM_HOST_IP=10.0.0.3: option host wins",
+        "VLLM_MOONCAKE_BOOTSTRAP_PORT: option bootstrap_port wins",
+    ]
+    variable = Deployment()
+    assert chosen(variable, environ)["address"] == ("10.0.0.3", "VLLM_HOST_IP")
+    assert chosen(variable, environ)["bootstrap"][1] == "VLLM_MOONCAKE_BOOTSTRAP_PORT"
+    assert skipped(variable, environ) == ()
+    assert chosen(Deployment(host="10.0.0.3"))["bootstrap"] == (
+        "port 8998, served by rank 0 on every interface",
+        "default",
+    )
+
+
+def test_without_any_setting_the_address_is_one_of_this_machine() -> None:
+    choices, host = choices_of(Deployment(), local_addresses(), {})
+    assert host.ip in {one.ip for one in local_addresses()}
+    assert "detected" in next(one.why for one in choices if one.name == "address")
+
+
+def test_options_that_mean_nothing_beside_others_are_said() -> None:
+    cma = Deployment(transport="cma", explicit=frozenset({"transport", "device_name"}))
+    assert [one.said for one in skipped(cma, {})] == ["option device_name: the cma transport has none"]
+    assert "device" not in chosen(cma)
+    elsewhere = Deployment(bootstrap_address="10.0.0.9:8998", explicit=frozenset({"bootstrap_port"}), bootstrap_port=1)
+    assert [one.verdict for one in skipped(elsewhere, {})] == [Verdict.SKIPPED]
+    assert chosen(elsewhere)["bootstrap"] == ("10.0.0.9:8998", "option bootstrap_server_address")
+
+
+# ------------------------------------------------------------------------------------------------- addresses
+
+
+def test_the_kernels_list_has_the_loopback_addresses() -> None:
+    assert LocalAddress("lo", "127.0.0.1") in local_addresses()
+
+
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        ("0.0.0.0", "every address"),
+        ("::", "every address"),
+        ("198.51.100.7", "no address of this machine"),
+        ("fe80::1", "link-local"),
+        ("no-such-name.invalid", "neither an IP address nor a name"),
+        ("a" * 70 + ".example", "neither an IP address nor a name"),
+    ],
+)
+def test_a_host_that_peers_could_not_use_is_refused_by_what_is_wrong(host: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        resolve_host(host, HOME)
+
+
+def test_a_name_becomes_one_address_and_an_address_stays() -> None:
+    assert resolve_host("localhost", HOME).ip == "127.0.0.1"
+    assert (resolve_host("::1", HOME).ip, resolve_host("[::1]", HOME).interface) == ("::1", "lo")
+    assert resolve_host("10.0.0.3", HOME).interface == "eth0"
+    assert check_address(resolve_host("localhost", HOME)).verdict is Verdict.WARNING
+    assert check_address(resolve_host("127.0.0.1", HOME)).verdict is Verdict.NOTE
+    assert check_address(resolve_host("10.0.0.3", HOME)).verdict is Verdict.OK
+
+
+# -------------------------------------------------------------------------------------------- who can reach it
+
+
+def test_a_public_interface_is_refused_even_when_another_address_is_bound() -> None:
+    deployment = Deployment(host="10.0.0.3", private_only=True)
+    host = resolve_host("10.0.0.3", OUTSIDE)
+    require_private_network(deployment, host, HOME)
+    with pytest.raises(ConfigError, match=r"8\.8\.4\.4 on eth1 is public"):
+        require_private_network(deployment, host, OUTSIDE)
+    assert check_exposure(deployment, host, OUTSIDE).verdict is Verdict.FAILED
+    require_private_network(replace(deployment, private_only=False), host, OUTSIDE)
+    assert check_exposure(replace(deployment, private_only=False), host, OUTSIDE).verdict is Verdict.WARNING
+
+
+def test_what_listens_on_one_address_alone_is_judged_by_that_address() -> None:
+    quiet = Deployment(transport="cma", produces=False, host="10.0.0.3", private_only=True)
+    require_private_network(quiet, resolve_host("10.0.0.3", OUTSIDE), OUTSIDE)
+    assert check_exposure(quiet, resolve_host("10.0.0.3", OUTSIDE), OUTSIDE).verdict is Verdict.OK
+    with pytest.raises(ConfigError, match=r"8\.8\.4\.4 is public"):
+        require_private_network(quiet, resolve_host("8.8.4.4", OUTSIDE), OUTSIDE)
+    serving = replace(quiet, produces=True)
+    with pytest.raises(ConfigError, match="bootstrap"):
+        require_private_network(serving, resolve_host("10.0.0.3", OUTSIDE), OUTSIDE)
+
+
+def test_addresses_that_cannot_be_listed_count_as_public() -> None:
+    deployment = Deployment(host="10.0.0.3", private_only=True)
+    with pytest.raises(ConfigError, match="cannot be listed"):
+        require_private_network(deployment, resolve_host("10.0.0.3", ()), ())
+
+
+def test_the_warning_names_the_addresses_and_the_way_to_close_them() -> None:
+    finding = check_exposure(Deployment(), resolve_host("127.0.0.1", HOME), HOME)
+    assert finding.verdict is Verdict.WARNING
+    assert "10.0.0.3" in finding.said
+    assert "all registered memory" in finding.said
+    assert "firewall" in finding.advice
+
+
+def test_a_taken_port_fails_and_a_free_one_does_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        deployment = Deployment(host="127.0.0.1", side_channel_port=port, produces=False)
+        (finding,) = check_ports(deployment, resolve_host("127.0.0.1", HOME), {})
+        assert (finding.verdict, finding.facts["port"]) == (Verdict.FAILED, port)
+    (finding,) = check_ports(deployment, resolve_host("127.0.0.1", HOME), {})
+    assert finding.verdict is Verdict.OK
+
+
+# ----------------------------------------------------------------------------------------------- marker pages
+
+
+@pytest.fixture
+def peers() -> Iterator[tuple[Line, Line]]:
+    ours, theirs = (Line(one) for one in socket.socketpair())
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        Way("cma", "127.0.0.1"),
+        pytest.param(Way("mooncake", "127.0.0.1"), marks=pytest.mark.mooncake),
+        # One process speaks one family, so the parent's engine here may already speak IPv4: the child is fresh.
+    ],
+    ids=lambda way: way.transport,
+)
+def test_a_child_writes_a_page_that_is_equal_at_both_ends(way: Way) -> None:
+    delivery = deliver_to_self(way)
+    assert (delivery.transport, delivery.nbytes, len(delivery.seconds)) == (way.transport, PAGE, 2)
+    assert all(0 < one < 30 for one in delivery.seconds)
+
+
+def test_a_page_that_differs_is_found_and_told_to_the_writer(peers: tuple[Line, Line]) -> None:
+    writer, receiver = peers
+    failure: list[TransportError] = []
+
+    def receive() -> None:
+        try:
+            receive_marker(receiver, Way("cma", "127.0.0.1"))
+        except TransportError as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    from kvferry.transport import CmaTransport
+
+    engine = CmaTransport()
+    writer.say(marker=1, transport="cma", protocol="process_vm_writev", writer=engine.address(), nbytes=PAGE)
+    writer.hear()
+    writer.say(digest="0" * 32, seconds=0.1)  # says that it wrote, and has not
+    assert writer.hear() == {"equal": False}
+    with pytest.raises(TransportError, match="the page that arrived is another"):
+        writer.hear()
+    thread.join(10)
+    engine.close()
+    assert [one.reason for one in failure] == [TransportReason.ENGINE_FAULT]
+
+
+def test_a_refusal_of_either_side_reaches_the_other(peers: tuple[Line, Line]) -> None:
+    writer, receiver = peers
+    writer.say(marker=1, transport="pigeon", protocol="", writer="", nbytes=PAGE)
+    with pytest.raises(TransportError, match="pigeon"):
+        receive_marker(receiver, Way("cma", "127.0.0.1"))
+    with pytest.raises(TransportError, match=r"the other side says: no transport 'pigeon'") as caught:
+        writer.hear()
+    assert caught.value.reason is TransportReason.UNAVAILABLE
+
+
+@pytest.mark.parametrize("line", [b"HTTP/1.1 400 Bad Request\r\n", b"[]\n", b"{}\n", b"", b'{"page": -1}\n'])
+def test_a_stranger_that_answers_otherwise_is_no_traceback(line: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            stream, _ = server.accept()
+            with stream:
+                stream.recv(4096)
+                stream.sendall(line)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(TransportError) as caught:
+            deliver_to_peer(server.getsockname()[:2], Way("cma", "127.0.0.1"))
+        thread.join(10)
+    assert caught.value.reason is TransportReason.PEER_UNREACHABLE
+
+
+def test_nobody_there_says_what_should_run_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()[:2]
+    with pytest.raises(TransportError, match="doctor --serve"):
+        deliver_to_peer(address, Way("cma", "127.0.0.1"))
+
+
+def test_a_writer_closes_its_engine_when_the_receiver_hangs_up(peers: tuple[Line, Line]) -> None:
+    writer, receiver = peers
+    threads = set(threading.enumerate())
+    receiver.close()
+    with pytest.raises(TransportError):
+        write_marker(writer, Way("cma", "127.0.0.1"))
+    assert set(threading.enumerate()) == threads
+    assert os.getpid()
