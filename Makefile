@@ -48,3 +48,6 @@ bench-costs: setup  ## what descriptors and bytes cost on this machine, for each
 
 dumps: setup  ## layouts of five real vLLM models, planned by kvferry and by vLLM's own connector: docs/dumps.md
 	@$(PY) scripts/dumps.py
+
+mutants: setup  ## small faults put into plan/ and layout/, one at a time: which ones no test notices
+	@nice $(PY) scripts/mutants.py

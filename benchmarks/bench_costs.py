@@ -6,8 +6,8 @@ Writes of many (number of rows, bytes a row) are timed, the least of some rounds
     seconds = once + delta * runs        + gamma * bytes     copies inside one process, by the cma transport
 
 are fitted by least squares of the *relative* error, so that short and long rows weigh alike. ``once`` (waking a thread,
-polling) is what a submission costs whatever it holds; the cost model leaves it out. Each fit comes with its median
-error. The printed constants are those of ``kvferry.transport.costs``.
+polling) is what a submission costs whatever it holds: inside one process it is the ``step`` of the cost model. Each fit
+comes with its median error. The printed constants are those of ``kvferry.transport.costs``.
 """
 
 import importlib.util

@@ -300,6 +300,7 @@ def page(rows: Sequence[Row]) -> Iterator[str]:
         tokens=f"{TOKENS:,}",
         kernel=KERNEL_BLOCK,
     ).splitlines()
+    yield ""
     yield "| model | producer | consumer | kvferry | bytes | vLLM's connector | bytes | what vLLM's connector does |"
     yield "|---|---|---|--:|--:|--:|--:|---|"
     for row in rows:
@@ -344,8 +345,8 @@ MooncakeConnector (its code from registration to the call of the engine, which i
   kernel block; {kernel} is set here so that there is a split, as on accelerators. vLLM raises the block of a model
   whose state is larger than its attention page.
 * *Descriptors*: blocks scattered over the pool / blocks in one run. *Bytes*: blocks scattered.
-* Where kvferry has more descriptors, the request ends inside a kernel block: kvferry leaves the rows behind its end
-  alone where it can, vLLM's connector moves whole kernel blocks.
+* Where kvferry has more descriptors on equal sides, the request ends, or its window begins, inside a kernel block:
+  kvferry does not write the values of other positions, vLLM's connector moves whole kernel blocks.
 * The last column compares, element by element, where each byte of the consumer's memory would come from.
 """
 

@@ -120,6 +120,7 @@ def test_a_request_adds_what_it_moves(tmp_path: Path) -> None:
     assert (
         "This request, tokens [0, 8) producer 0 to consumer 0: 2 descriptors, 1,024 bytes, runs of 512 to 512" in text
     )
+    assert "over mooncake: direct (direct " in text
     request.write_bytes(encode_request(TransferRequest(8, 8, *tables)))
     assert "nothing to move" in explained(tmp_path, [layout], [layout], "--request", request)
 

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import PlanError
-from kvferry.layout import BoundLayout, bind_layout, parse_layout
-from kvferry.plan import compile_plan, parse_request
-from kvferry.plan.bind import Copies, Side, copies_of, join, together
+from kvferry.layout import Axis, BoundLayout, Component, Content, bind_layout, parse_layout
+from kvferry.plan import BlockTable, TransferRequest, compile_plan, parse_request
+from kvferry.plan.bind import Anchored, Copies, Side, copies_of, join, spread_rows, together
+from kvferry.plan.units import Places
+from kvferry.testing.layouts import worker
 from kvferry.testing.strategies import random_case
 
 
@@ -46,8 +48,72 @@ def same_after_plain_pass(part: Copies) -> None:
             assert np.array_equal(getattr(plain, name), getattr(part, name))
 
 
-def test_the_benchmarks_shape_takes_the_fast_path() -> None:
-    """61 separate layers with scattered blocks: nothing is sorted or joined twice."""
+@st.composite
+def nested(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
+    """Lengths of rows, and where rows and units begin: rows inside units, or units inside rows; gaps of 0 to 2."""
+    lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=12))
+    if draw(st.booleans()):
+        lengths = [lengths[0]] * len(lengths)
+    gaps = st.integers(0, 2)
+    count = draw(st.integers(1, 4))
+    if draw(st.booleans()):
+        rows = [0]
+        for length in lengths[:-1]:
+            rows.append(rows[-1] + length + draw(gaps))
+        step = rows[-1] + lengths[-1] + draw(gaps)
+        return lengths, rows, [step * i for i in range(count)]
+    step = max(lengths) + draw(gaps)
+    reach = step * (count - 1) + max(lengths) + draw(gaps)
+    return lengths, [reach * i for i in range(len(lengths))], [step * i for i in range(count)]
+
+
+@st.composite
+def rows_and_units(draw: st.DrawFn) -> tuple[Anchored, Places]:
+    """The destination is nested like the source, or moved apart; units come in any order and need not all be there."""
+    lengths, rows, units = draw(nested())
+    stretch = draw(st.sampled_from([1, 1, 3]))
+    dst_rows = [r * stretch for r in rows] if draw(st.booleans()) else rows
+    dst_units = [u * stretch for u in units] if draw(st.booleans()) else units
+    order = draw(st.permutations(range(len(units))))
+    kept = order[: draw(st.integers(1, len(order)))]
+    moved = draw(st.permutations(kept)) if draw(st.booleans()) else kept
+    columns = (np.array(c, dtype=np.int64) for c in (rows, dst_rows, lengths))
+    places = (np.array(c, dtype=np.int64) for c in ([units[i] for i in kept], [dst_units[i] for i in moved]))
+    return Anchored(*columns), Places(*places)
+
+
+@settings(max_examples=500, deadline=None)
+@given(rows_and_units())
+def test_rows_times_units_are_the_maximal_runs_and_settled_only_where_they_are(drawn: tuple[Anchored, Places]) -> None:
+    rows, units = drawn
+    pairs = {
+        (src + unit_src + i, dst + unit_dst + i)
+        for src, dst, n in zip(rows.src.tolist(), rows.dst.tolist(), rows.nbytes.tolist(), strict=True)
+        for unit_src, unit_dst in zip(units.src.tolist(), units.dst.tolist(), strict=True)
+        for i in range(n)
+    }
+    parts = spread_rows(rows, units)
+    joined = join(together(parts))
+    found = list(zip(joined.src.tolist(), joined.dst.tolist(), joined.nbytes.tolist(), strict=True))
+    assert {(s + i, d + i) for s, d, n in found for i in range(n)} == pairs
+    assert len(found) == sum((s - 1, d - 1) not in pairs for s, d in pairs)
+    for part in parts:
+        same_after_plain_pass(part)
+
+
+def test_both_nestings_of_equal_rows_are_settled() -> None:
+    """Layers apart with scattered blocks, and rows of a packed block: what the last pass costs is saved."""
+    rows = np.array([0, 1000, 2000], dtype=np.int64)
+    layers = Anchored(rows, rows, np.full(3, 10, dtype=np.int64))
+    scattered = Places(np.array([40, 0, 80], dtype=np.int64), np.array([0, 80, 40], dtype=np.int64))
+    far = Places(np.array([90_000, 0], dtype=np.int64), np.array([0, 90_000], dtype=np.int64))
+    for units in (scattered, far):
+        [part] = spread_rows(layers, units)
+        assert part.settled
+
+
+def test_what_is_settled_is_passed_on_as_it_is() -> None:
+    """Nothing is sorted or joined twice."""
     layers = [np.arange(0, 100, 10) * 2 + 1000 * i for i in range(3)]
     settled = Copies(np.concatenate(layers), np.concatenate(layers), np.full(30, 10), settled=True)
     assert join(settled) is settled
@@ -59,3 +125,27 @@ def test_join_sorts_and_joins_what_continues_on_both_sides(order: list[int]) -> 
     src, dst, nbytes = (np.array(c, dtype=np.int64)[order] for c in ([0, 8, 16], [100, 108, 200], [8, 8, 8]))
     joined = join(Copies(src, dst, nbytes))
     assert (joined.src.tolist(), joined.dst.tolist(), joined.nbytes.tolist()) == ([0, 16], [100, 200], [16, 8])
+
+
+def test_classes_are_carried_together_where_that_joins_them() -> None:
+    """A page keeps keys by column, then values by row: the end of a request inside it is one run, or many."""
+    dim, tokens, size = 4, 8, 2
+    half = dim * tokens * size
+
+    def page(base: int) -> BoundLayout:
+        keys = (Axis("dim", 0, dim, dim, tokens * size), Axis("token", 0, tokens, tokens, size))
+        rows = (Axis("token", 0, tokens, tokens, dim * size),)
+        common = {"layer": "l0", "layer_index": 0, "group": 0, "num_blocks": 8, "block_stride": 2 * half}
+        common |= {"kernel_blocks": 1, "kernel_stride": 2 * half, "tokens_per_row": 1}
+        k = Component(component="k", address=base, axes=keys, content=Content(size, "key"), **common)
+        v = Component(component="v", address=base + half, axes=rows, content=Content(dim * size, "value"), **common)
+        return bind_layout(worker([k, v]))
+
+    src, dst = page(0), page(4096)
+    plan = compile_plan([src.placement], [dst.placement])
+    table = (BlockTable.of([2, 3], first_token=0),)
+    moved = plan.bind(TransferRequest(0, tokens + 3, table, table), 0, 0, src=src.binding, dst=dst.binding)
+    assert moved.nbytes.tolist() == [4 * half]
+    # Positions before the start are never carried: the keys of three tokens are a run for each dimension.
+    moved = plan.bind(TransferRequest(5, tokens, table, table), 0, 0, src=src.binding, dst=dst.binding)
+    assert moved.nbytes.tolist() == [3 * size] * dim + [3 * dim * size]

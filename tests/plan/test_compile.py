@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import PlanError, PlanReason
-from kvferry.layout import BoundLayout, Component, Content, Group, Layout, Region, bind_layout, regions_of
+from kvferry.layout import Binding, BoundLayout, Component, Content, Group, Layout, Region, bind_layout, regions_of
 from kvferry.plan import BlockTable, Descriptors, TransferRequest, compile_plan, verify_descriptors
 from kvferry.testing.layouts import at, page, side_by_side, state, worker
 
@@ -292,3 +292,36 @@ def test_the_brute_check_finds_what_it_must() -> None:
         verify_descriptors(Descriptors.of([0, 8], [0, 4], [8, 8]), src=regions, dst=regions)
     with pytest.raises(PlanError, match="destination .* lies in no one region"):
         verify_descriptors(Descriptors.of([0], [250], [8]), src=regions, dst=regions)
+
+
+def test_the_paranoid_check_is_made_when_asked_for() -> None:
+    """Two storages bound to one address: nothing that a placement can show, and every byte of it written twice."""
+    parts = [page(f"l{i}", tokens=4, nbytes=8, num_blocks=2, address=i * 4096) for i in range(2)]
+    regions = [Region(0, 64), Region(4096, 64)]
+    src, dst = (bind_layout(worker(parts, regions=regions)) for _ in range(2))
+    pair = compile_plan([src.placement], [dst.placement]).pair(0, 0)
+    assert pair is not None
+    request = TransferRequest(0, 4, (table([1]),), (table([1]),))
+    twice = Binding((1 << 20, 1 << 20))
+    assert pair.bind(request, src=src.binding, dst=twice).count == 2
+    with pytest.raises(PlanError, match="two descriptors write byte"):
+        pair.bind(request, src=src.binding, dst=twice, verify="paranoid")
+
+
+def test_one_call_checks_and_binds_a_pair() -> None:
+    here, there = page("l0", tokens=4, nbytes=8), page("l1", tokens=4, nbytes=8, address=4096)
+    sources, target = [bind_layout(worker([c])) for c in (here, there)], bind_layout(worker([at(there, 1 << 20)]))
+    plan = compile_plan([s.placement for s in sources], [target.placement])
+    request = TransferRequest(0, 4, (table([2]),), (table([3]),))
+    binding = target.binding
+    assert plan.bind(request, 0, 0, src=sources[0].binding, dst=binding).count == 0
+    assert triples(plan.bind(request, 1, 0, src=sources[1].binding, dst=binding)) == [(4096 + 64, (1 << 20) + 96, 32)]
+    with pytest.raises(PlanError, match="out of range"):
+        plan.bind(TransferRequest(0, 4, (table([8]),), (table([3]),)), 1, 0, src=sources[1].binding, dst=binding)
+
+
+def test_a_side_needs_a_layout() -> None:
+    placement = bind_layout(worker([page("l0", tokens=4, nbytes=8)])).placement
+    for producers, consumers, name in (([], [placement], "producer"), ([placement], [], "consumer")):
+        with pytest.raises(PlanError, match=f"the {name} side has no layout"):
+            compile_plan(producers, consumers)

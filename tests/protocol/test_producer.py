@@ -399,6 +399,18 @@ def test_a_lost_consumer_gives_the_blocks_back_in_seconds() -> None:
     assert driver.kept(SourceReleased)
 
 
+def test_a_consumer_lost_before_the_prompt_is_there_keeps_no_blocks_for_long() -> None:
+    driver = Driver(lost_grace=10)
+    driver.feed(Announced(T, driver.now + 480))
+    pull, _ = driver.pull()
+    driver.feed(ConsumerLost((pull,)))
+    driver.publish(seconds=480)
+    assert not driver.kept(LeaseEnded)
+    driver.wait(11)
+    assert driver.kept(LeaseEnded)[0].outcome.fate is Fate.EXPIRED
+    assert driver.kept(SourceReleased)
+
+
 def test_another_consumer_may_still_come_for_what_a_lost_one_left() -> None:
     driver = Driver(lost_grace=10)
     driver.publish(seconds=480)

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 pytest.importorskip("vllm")
 pytest.importorskip("mooncake")
@@ -113,6 +114,36 @@ def test_a_chat_and_a_streamed_chat(site: Site) -> None:
     events = site.stream(site.router, "/v1/chat/completions", messages=[{"role": "user", "content": text}])
     said = "".join(event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"])
     assert said == site.chat(site.pair.prefill.url, text)
+
+
+def test_both_engines_count_a_transfer_in_their_metrics(site: Site) -> None:
+    engines = {"producer": site.pair.prefill.url, "consumer": site.pair.decode.url}
+    done = {side: {"name": "transfers_total", "side": side, "outcome": "done"} for side in engines}
+    before = {side: metric(site, url, **done[side]) for side, url in engines.items()}
+    sent = metric(site, engines["producer"], name="sent_bytes_total")
+    received = metric(site, engines["consumer"], name="received_tokens_total")
+    site.complete(site.router, f"Counted. {LIGHTHOUSE}")
+    for side, url in engines.items():
+        wait_until(lambda side=side, url=url: metric(site, url, **done[side]) == before[side] + 1)
+        wait_until(lambda url=url: metric(site, url, name="held_blocks") == 0)
+        assert metric(site, url, name="quarantined_blocks") == 0
+    assert metric(site, engines["producer"], name="sent_bytes_total") > sent
+    assert metric(site, engines["consumer"], name="received_tokens_total") > received
+    assert metric(site, engines["consumer"], name="sent_bytes_total") == 0
+
+
+def wait_until(holds: Callable[[], bool], *, seconds: float = SOON) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def metric(site: Site, url: str, *, name: str, **labels: str) -> float:
+    """The sum of kvferry's samples of this name and these labels."""
+    families = text_string_to_metric_families(site.client.get(f"{url}/metrics").text)
+    samples = [sample for family in families for sample in family.samples if sample.name == f"vllm:kvferry_{name}"]
+    return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
 
 def by_hand(site: Site, transfer: str, prefilled: list[str], decoded: list[str]) -> httpx.Response:

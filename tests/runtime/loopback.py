@@ -13,7 +13,7 @@ import numpy as np
 
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout import Layout, bind_layout, encode_placement
-from kvferry.protocol import FetchEnded, PullKey, Source, Span, Table, Ticket
+from kvferry.protocol import FetchEnded, Note, PullKey, Source, Span, Table, Ticket
 from kvferry.runtime import Fetch, Local, Publication, RuntimeOptions, Timing
 from kvferry.runtime.consumer import ConsumerCore
 from kvferry.runtime.journal import ConsumerJournal, ProducerJournal
@@ -82,6 +82,12 @@ class Loopback:
     def _deliver(self, address: str, connection: bytes, data: bytes) -> None:
         if not self.cut:
             asyncio.get_running_loop().call_soon(self.producers[int(address)].on_message, connection, data)
+
+    def is_open(self, address: str) -> bool:
+        return not self.cut
+
+    async def is_quiet(self, rank: RemoteRank, note: Note, *, ask: int) -> bool:
+        raise AssertionError("the memory transport's own fence is proof enough")
 
     def forget(self, key: PullKey) -> None:
         return

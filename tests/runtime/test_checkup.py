@@ -1,11 +1,11 @@
 """A checkup decides as it says: who wins, what is refused, what strangers can reach, what arrives."""
 
-import os
 import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from kvferry.errors import ConfigError, TransportError, TransportReason
@@ -25,7 +25,9 @@ from kvferry.runtime.checkup import (
     resolve_host,
     skipped,
 )
-from kvferry.runtime.checkup.marker import PAGE, Line, receive_marker, write_marker
+from kvferry.runtime.checkup.line import Line
+from kvferry.runtime.checkup.marker import PAGE, compare_page, digest_parts, receive_marker, write_marker
+from kvferry.transport import CmaTransport
 
 HOME = (LocalAddress("lo", "127.0.0.1"), LocalAddress("lo", "::1"), LocalAddress("eth0", "10.0.0.3"))
 OUTSIDE = (*HOME, LocalAddress("eth1", "203.0.113.9"), LocalAddress("eth1", "8.8.4.4"))
@@ -68,10 +70,12 @@ def test_without_any_setting_the_address_is_one_of_this_machine() -> None:
 
 
 def test_options_that_mean_nothing_beside_others_are_said() -> None:
-    cma = Deployment(transport="cma", explicit=frozenset({"transport", "device_name"}))
+    cma = Deployment(transport="cma", host="10.0.0.3", explicit=frozenset({"transport", "device_name"}))
     assert [one.said for one in skipped(cma, {})] == ["option device_name: the cma transport has none"]
     assert "device" not in chosen(cma)
-    elsewhere = Deployment(bootstrap_address="10.0.0.9:8998", explicit=frozenset({"bootstrap_port"}), bootstrap_port=1)
+    elsewhere = Deployment(
+        host="10.0.0.3", bootstrap_address="10.0.0.9:8998", bootstrap_port=1, explicit=frozenset({"bootstrap_port"})
+    )
     assert [one.verdict for one in skipped(elsewhere, {})] == [Verdict.SKIPPED]
     assert chosen(elsewhere)["bootstrap"] == ("10.0.0.9:8998", "option bootstrap_server_address")
 
@@ -173,7 +177,6 @@ def peers() -> Iterator[tuple[Line, Line]]:
     [
         Way("cma", "127.0.0.1"),
         pytest.param(Way("mooncake", "127.0.0.1"), marks=pytest.mark.mooncake),
-        # One process speaks one family, so the parent's engine here may already speak IPv4: the child is fresh.
     ],
     ids=lambda way: way.transport,
 )
@@ -183,7 +186,7 @@ def test_a_child_writes_a_page_that_is_equal_at_both_ends(way: Way) -> None:
     assert all(0 < one < 30 for one in delivery.seconds)
 
 
-def test_a_page_that_differs_is_found_and_told_to_the_writer(peers: tuple[Line, Line]) -> None:
+def test_a_page_that_differs_is_told_to_the_writer(peers: tuple[Line, Line]) -> None:
     writer, receiver = peers
     failure: list[TransportError] = []
 
@@ -195,18 +198,31 @@ def test_a_page_that_differs_is_found_and_told_to_the_writer(peers: tuple[Line, 
 
     thread = threading.Thread(target=receive)
     thread.start()
-    from kvferry.transport import CmaTransport
-
     engine = CmaTransport()
     writer.say(marker=1, transport="cma", protocol="process_vm_writev", writer=engine.address(), nbytes=PAGE)
     writer.hear()
-    writer.say(digest="0" * 32, seconds=0.1)  # says that it wrote, and has not
-    assert writer.hear() == {"equal": False}
-    with pytest.raises(TransportError, match="the page that arrived is another"):
+    page = np.zeros(PAGE, np.uint8)
+    page[5] = 1
+    writer.say(digests=digest_parts(page), seconds=0.1)  # says that it wrote, and has not
+    with pytest.raises(TransportError, match="1 of 16 parts of the page that arrived are others"):
         writer.hear()
     thread.join(10)
     engine.close()
     assert [one.reason for one in failure] == [TransportReason.ENGINE_FAULT]
+
+
+def test_a_page_that_comes_after_the_word_is_told_from_one_that_never_comes() -> None:
+    page, meant = np.zeros(PAGE, np.uint8), np.full(PAGE, 7, np.uint8)
+
+    def arrive(seconds: float) -> None:
+        page[:] = 7
+
+    told = digest_parts(meant)
+    assert compare_page(page, told, sleep=arrive) == (
+        "the write was reported as done when 16 of 16 parts had not arrived; they came later"
+    )
+    assert compare_page(page, told) is None
+    assert compare_page(page, [])
 
 
 def test_a_refusal_of_either_side_reaches_the_other(peers: tuple[Line, Line]) -> None:
@@ -251,4 +267,3 @@ def test_a_writer_closes_its_engine_when_the_receiver_hangs_up(peers: tuple[Line
     with pytest.raises(TransportError):
         write_marker(writer, Way("cma", "127.0.0.1"))
     assert set(threading.enumerate()) == threads
-    assert os.getpid()

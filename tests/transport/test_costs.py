@@ -28,6 +28,10 @@ def test_which_form_runs_of_one_size_take(transport: str, nbytes: int, form: str
     assert choose(rows(64, nbytes), COSTS[transport]).form == form
 
 
+def test_a_handful_of_runs_is_not_worth_two_steps_more() -> None:
+    assert choose(rows(4, 128), COSTS["mooncake"]).form == "direct"
+
+
 def test_a_copy_between_processes_is_no_reason_to_copy_twice_more() -> None:
     """Where carrying a run costs no more than copying it, staging never pays."""
     for model in (COSTS["cma"], COSTS["memory"]):

@@ -7,7 +7,9 @@ from kvferry.transport.engine_settings import (
     DEFAULTS,
     Build,
     check_devices,
+    check_family,
     devices_of,
+    family_settings,
     missing_settings,
     outstanding_limit,
     settings_for,
@@ -84,3 +86,23 @@ def test_a_device_protocol_without_a_device_is_refused() -> None:
     with pytest.raises(TransportError, match="silently use TCP") as refusal:
         check_devices("rdma", (), "mlx5_9")
     assert refusal.value.reason is TransportReason.WRONG_PROTOCOL
+
+
+def test_an_ipv6_host_tells_the_engine_before_it_is_loaded_and_is_refused_after() -> None:
+    assert family_settings("fd00::3", {}, loaded=False) == {"MC_USE_IPV6": "1"}
+    assert family_settings("fd00::3", {"MC_USE_IPV6": "1"}, loaded=True) == {}
+    assert family_settings("a-name", {}, loaded=True) == {}
+    with pytest.raises(TransportError, match="loaded for IPv4"):
+        family_settings("fd00::3", {}, loaded=True)
+    with pytest.raises(TransportError, match="MC_USE_IPV6 is set"):
+        family_settings("10.0.0.3", {"MC_USE_IPV6": "1"}, loaded=False)
+
+
+@pytest.mark.parametrize(
+    ("address", "environ"), [("[fd00::3]:4711", {}), ("10.0.0.3:4711", {"MC_USE_IPV6": "1"})], ids=["v6", "v4"]
+)
+def test_a_peer_of_the_other_family_is_refused_by_name(address: str, environ: dict[str, str]) -> None:
+    with pytest.raises(TransportError, match="one family"):
+        check_family(address, environ)
+    check_family(address, {} if environ else {"MC_USE_IPV6": "1"})
+    check_family("a-name:4711", environ)

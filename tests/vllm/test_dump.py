@@ -146,18 +146,26 @@ class TestCommand:
         assert answer.stdout.strip() == "[]"
 
 
+def one_page(**changes: object) -> Layout:
+    return msgspec.structs.replace(worker([page("l0", tokens=16, nbytes=64)]), **changes)
+
+
 class TestLayoutFile:
     """The connector's option ``layout_dump``."""
 
     def test_rank_and_engine_are_put_into_the_path(self, tmp_path: Path) -> None:
-        layout = msgspec.structs.replace(worker([page("l0", tokens=16, nbytes=64)]), engine_id="e1", parallel=Parallel(1, 2, 1, 2, 0, 1))
+        layout = msgspec.structs.replace(
+            worker([page("l0", tokens=16, nbytes=64)]), engine_id="e1", parallel=Parallel(1, 2, 1, 2, 0, 1)
+        )
         path = write_layout(str(tmp_path / "new" / "{engine}-{rank}.json"), layout)
         assert path == tmp_path / "new" / "e1-3.json"
         assert parse_layout(path.read_bytes()) == layout
         assert list(path.parent.iterdir()) == [path]
 
     def test_several_ranks_need_several_files(self, tmp_path: Path) -> None:
-        layout = msgspec.structs.replace(worker([page("l0", tokens=16, nbytes=64)]), parallel=Parallel(0, 2, 0, 1, 0, 1))
+        layout = msgspec.structs.replace(
+            worker([page("l0", tokens=16, nbytes=64)]), parallel=Parallel(0, 2, 0, 1, 0, 1)
+        )
         with pytest.raises(ConfigError, match=r"\{rank\}") as refused:
             write_layout(str(tmp_path / "one.json"), layout)
         assert refused.value.reason is ConfigReason.INVALID_VALUE
@@ -165,7 +173,7 @@ class TestLayoutFile:
     def test_an_unwritable_path_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         with pytest.raises(ConfigError, match=r"file.*cannot be written"):
-            write_layout(str(tmp_path / "file" / "rank.json"), worker([page("l0", tokens=16, nbytes=64)]))
+            write_layout(str(tmp_path / "file" / "rank.json"), one_page())
 
 
 class TestRanks:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.costs import costs_of
+from kvferry.cli.forms import form_lines
 from kvferry.cli.plan import MAX_FILE_MB, FileLimit, plan_transfers, read_request
 from kvferry.cli.reasons import explain
 from kvferry.cli.refusal import refusing
@@ -51,6 +52,7 @@ def request_lines(producers: Sequence[Worker], consumers: Sequence[Worker], requ
             f"  producer {transfer.producer} to consumer {transfer.consumer}: {found.count:,} descriptors, "
             f"{found.total_bytes:,} bytes, runs of {int(found.nbytes.min()):,} to {int(found.nbytes.max()):,}"
         )
+        lines += [f"    {line}" for line in form_lines(found)]
     nothing = "  nothing to move: the consumer needs no byte that it does not have"
     return lines if planned.transfers else [*lines, nothing]
 

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.cli.forms import NETWORK, cheaper_form
 from kvferry.cli.output import write_picture
 from kvferry.cli.plan_picture import draw_plan
 from kvferry.cli.plan_scene import Scene
@@ -205,6 +206,7 @@ def _show(planned: Planned, producers: Sequence[Path], consumers: Sequence[Path]
         table.add_column(heading)
     for heading in ("descriptors", "bytes", "smallest", "median", "largest"):
         table.add_column(heading, justify="right")
+    table.add_column(f"cheaper form ({NETWORK})")
     for transfer in planned.transfers:
         nbytes = transfer.descriptors.nbytes
         ordered = sorted(nbytes.tolist())
@@ -215,6 +217,7 @@ def _show(planned: Planned, producers: Sequence[Path], consumers: Sequence[Path]
             f"{transfer.descriptors.count:,}",
             f"{transfer.descriptors.total_bytes:,}",
             *(f"{size:,}" for size in sizes),
+            cheaper_form(transfer.descriptors),
         )
     console = Console()
     console.print(table)

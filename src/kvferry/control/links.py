@@ -185,6 +185,11 @@ class Links(Generic[K]):
         shared.link.send(data)
         self._mind_idle(address, shared)
 
+    def is_open(self, address: str) -> bool:
+        """Whether there is a shared connection to this address that is not lost."""
+        shared = self._shared.get(address)
+        return shared is not None and not shared.link.lost
+
     def forget(self, key: K) -> None:
         """Nothing more is expected for this pull."""
         route = self._routes.pop(key, None)

@@ -11,8 +11,9 @@
 4. Where registered regions touch, what crosses the seam is cut there.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +63,7 @@ class _Stretch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Anchored:
+class Anchored:
     """Rows with absolute addresses (for unit offset 0), in order of source address."""
 
     src: Int64s
@@ -94,11 +95,10 @@ class Side:
 
 def copies_of(classes: Sequence[ClassPlan], request: TransferRequest, src: Side, dst: Side) -> list[Copies]:
     """Rows times units of every class, before the last join."""
-    parts: list[Copies] = []
-    for plan in classes:
-        for rows, places in _batches(plan, request):
-            parts += _spread(_anchor(rows, src.bases, dst.bases), places)
-    return parts
+    bases = (src.bases, dst.bases)
+    found = [one for plan in classes if (one := _select(plan, request)) is not None]
+    carry = _fewest(found, bases)
+    return [part for one in found for batch in one.batches(carry) for part in batch.copies(bases)]
 
 
 def joined_copies(classes: Sequence[ClassPlan], request: TransferRequest, src: Side, dst: Side) -> Copies:
@@ -118,47 +118,107 @@ def finish(copies: Copies, src: Side, dst: Side, *, max_descriptors: int) -> Des
     return Descriptors.proven(copies.src, copies.dst, copies.nbytes)
 
 
-def _batches(plan: ClassPlan, request: TransferRequest) -> Iterable[tuple[Rows, Places]]:
-    """The full units of a class together, then each partial one."""
+class _Carry(Enum):
+    """What to move of units of which only some rows are needed."""
+
+    NEEDED = 0
+    CHEAPER = 1
+    """For each class what takes fewer rows."""
+    WIDEST = 2
+    """All that may be moved."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Batch:
+    """Rows that are moved in each of some units."""
+
+    rows: Rows
+    places: Places
+
+    def copies(self, bases: tuple[Int64s, Int64s]) -> list[Copies]:
+        return spread_rows(_anchor(self.rows, *bases), self.places)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Selection:
+    """The units of one class that a request needs."""
+
+    plan: ClassPlan
+    places: Places
+    partial: tuple[PartialUnit, ...]
+    at: tuple[int, ...]
+    """Place of each partial unit among all."""
+
+    def edges(self, carry: _Carry) -> list[_Batch]:
+        """A batch for each partial unit."""
+        return [
+            _Batch(
+                _rows_for(self.plan, partial, carry), Places(self.places.src[at : at + 1], self.places.dst[at : at + 1])
+            )
+            for partial, at in zip(self.partial, self.at, strict=True)
+        ]
+
+    def batches(self, carry: _Carry) -> list[_Batch]:
+        """The full units together, then each partial one; a partial one of which all is moved counts as full."""
+        whole = np.ones(self.places.src.size, dtype=np.bool_)
+        edges = []
+        for batch, at in zip(self.edges(carry), self.at, strict=True):
+            if batch.rows is not self.plan.full:
+                whole[at] = False
+                edges.append(batch)
+        if whole.all():
+            return [_Batch(self.plan.full, self.places)]
+        inner = [_Batch(self.plan.full, Places(self.places.src[whole], self.places.dst[whole]))] if whole.any() else []
+        return inner + edges
+
+
+def _select(plan: ClassPlan, request: TransferRequest) -> _Selection | None:
     key = plan.key
     if key.kind == "state":
         place = state_place(key, request)
-        if place is not None:
-            yield plan.full, place
-        return
+        return None if place is None else _Selection(plan, place, (), ())
     needed = needed_of(key, request)
     units = attention_units(key, needed, request.consumer[key.dst.group])
     if not units.size:
-        return
-    places = places_of(key, units, request)
-    whole = np.ones(units.size, dtype=np.bool_)
-    for partial in partial_units(key, needed, request.start):
-        at = np.flatnonzero(units == partial.unit)
-        rows = _cheapest(plan, partial)
-        if at.size and rows is not plan.full:
-            whole[at] = False
-            yield rows, Places(places.src[at], places.dst[at])
-    if whole.all():
-        yield plan.full, places
-    elif whole.any():
-        yield plan.full, Places(places.src[whole], places.dst[whole])
+        return None
+    partial = partial_units(key, needed, request.start)
+    at = [np.flatnonzero(units == one.unit) for one in partial]
+    here = [(one, int(found[0])) for one, found in zip(partial, at, strict=True) if found.size]
+    return _Selection(plan, places_of(key, units, request), tuple(o for o, _ in here), tuple(i for _, i in here))
 
 
-def _cheapest(plan: ClassPlan, partial: PartialUnit) -> Rows:
-    """The needed rows alone, unless carrying all that may be carried takes fewer descriptors."""
+def _rows_for(plan: ClassPlan, partial: PartialUnit, carry: _Carry) -> Rows:
     exact = plan.rows(partial.needed.start, partial.needed.stop)
+    if carry is _Carry.NEEDED:
+        return exact
     widest = plan.rows(partial.widest.start, partial.widest.stop)
-    return widest if widest.count < exact.count else exact
+    return widest if carry is _Carry.WIDEST or widest.count < exact.count else exact
 
 
-def _anchor(rows: Rows, src_bases: Int64s, dst_bases: Int64s) -> _Anchored:
+def _fewest(found: Sequence[_Selection], bases: tuple[Int64s, Int64s]) -> _Carry:
+    """The way to treat partial units that leaves the fewest descriptors, moving no more than it must for that.
+
+    It is one for all classes, because rows of different classes may join when both are moved whole: keys by column
+    followed by values by row are one run only where the values behind the end are carried as the keys are.
+    """
+    if not any(one.partial for one in found):
+        return _Carry.NEEDED
+
+    def left(carry: _Carry) -> int:
+        edges = [part for one in found for batch in one.edges(carry) for part in batch.copies(bases)]
+        return int(join(together(edges)).src.size)
+
+    return min(_Carry, key=left)
+
+
+def _anchor(rows: Rows, src_bases: Int64s, dst_bases: Int64s) -> Anchored:
     src = rows.src + src_bases[rows.src_storage]
     dst = rows.dst + dst_bases[rows.dst_storage]
     order = np.argsort(src, kind="stable")
-    return _Anchored(src[order], dst[order], rows.nbytes[order])
+    return Anchored(src[order], dst[order], rows.nbytes[order])
 
 
-def _spread(rows: _Anchored, places: Places) -> list[Copies]:
+def spread_rows(rows: Anchored, places: Places) -> list[Copies]:
     """Every row at every unit, as columns sorted by source where rows and units nest."""
     order = np.argsort(places.src, kind="stable")
     units = _Stretch(places.src[order], places.dst[order], np.ones(order.size, dtype=np.int64))
@@ -168,7 +228,7 @@ def _spread(rows: _Anchored, places: Places) -> list[Copies]:
     parts = []
     for length in lengths.tolist():
         mine = rows.nbytes == length
-        some = rows if lengths.size == 1 else _Anchored(rows.src[mine], rows.dst[mine], rows.nbytes[mine])
+        some = rows if lengths.size == 1 else Anchored(rows.src[mine], rows.dst[mine], rows.nbytes[mine])
         parts.append(_add(some, _stretch(units, length)))
     return parts
 
@@ -182,7 +242,7 @@ def _stretch(units: _Stretch, length: int) -> _Stretch:
     return _Stretch(units.src[heads], units.dst[heads], np.add.reduceat(units.units, heads))
 
 
-def _add(rows: _Anchored, units: _Stretch) -> Copies:
+def _add(rows: Anchored, units: _Stretch) -> Copies:
     if rows.src.size * units.src.size > COPIES_LIMIT:
         raise PlanError(
             PlanReason.LIMIT_EXCEEDED,
@@ -205,7 +265,7 @@ def _add(rows: _Anchored, units: _Stretch) -> Copies:
     )
 
 
-def _is_settled(rows: _Anchored, units: _Stretch, band: int) -> bool:
+def _is_settled(rows: Anchored, units: _Stretch, band: int) -> bool:
     """Whether rows x units, in bands of ``band`` rows, are sorted by source and cannot be joined.
 
     Looks at rows and at units, never at their product: with one row a band, the units of a row are sorted and were

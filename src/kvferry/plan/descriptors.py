@@ -31,10 +31,7 @@ def _refuse(message: str) -> PlanError:
 
 def _column(name: str, values: Int64Like) -> Int64Array:
     """A private int64 copy of ``values``; refuses what int64 cannot hold exactly."""
-    try:
-        column = np.array(values if len(values) else np.empty(0, np.int64))
-    except OverflowError as error:
-        raise _refuse(f"descriptors: {name} holds a value outside 0..2**63-1") from error
+    column = np.array(values if len(values) else np.empty(0, np.int64))
     if column.ndim != 1 or column.dtype.kind not in "iu":
         raise _refuse(
             f"descriptors: {name} must be one row of integers below 2**63, "

@@ -2,10 +2,10 @@
 
 Head splits of token-major pages, and kernel blocks of unequal size with keys by column, leave runs of a few hundred
 bytes; an engine that takes some microseconds for each descriptor is then bound by their number. The staged form pays
-two copies in memory instead. A cost model with four measured constants picks the cheaper form for each transfer:
+two copies in memory instead. A cost model of measured constants picks the cheaper form for each transfer:
 
     direct:  alpha * descriptors + beta * bytes
-    staged:  alpha * long runs   + beta * bytes + 2 * (gamma * bytes + delta * descriptors)
+    staged:  alpha * long runs   + beta * bytes + 2 * (gamma * bytes + delta * descriptors + step)
 
 A staged transfer runs in this order: gather on the producer, one write of the long runs, scatter on the consumer after
 that write has completed. Each of the three is an ordinary :class:`Descriptors`, so each is checked like any other.
@@ -36,9 +36,11 @@ class CostModel:
     """For each run copied in memory on one side."""
     chunk: int
     """Longest descriptor that the transport takes well, in bytes."""
+    step: float = 0.0
+    """For starting a gather or a scatter, whatever it holds."""
 
     def __post_init__(self) -> None:
-        constants = {"alpha": self.alpha, "beta": self.beta, "gamma": self.gamma, "delta": self.delta}
+        constants = {name: getattr(self, name) for name in ("alpha", "beta", "gamma", "delta", "step")}
         wrong = {name: value for name, value in constants.items() if not value >= 0}
         if wrong or self.chunk < 1:
             raise PlanError(
@@ -54,7 +56,7 @@ class CostModel:
         """Seconds that gathering, moving and scattering them takes."""
         nbytes = descriptors.total_bytes
         wire = self.alpha * -(-nbytes // self.chunk) + self.beta * nbytes
-        return wire + 2 * (self.gamma * nbytes + self.delta * descriptors.count)
+        return wire + 2 * (self.gamma * nbytes + self.delta * descriptors.count + self.step)
 
 
 @dataclass(frozen=True, slots=True)

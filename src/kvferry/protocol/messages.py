@@ -140,6 +140,20 @@ class ReleaseNotice(Struct, frozen=True, omit_defaults=True, tag_field="kind", t
     transfers: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=4096)]
 
 
+class QuietAsk(Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="quiet"):
+    """Give up what you have of my pulls, serve none of them that comes late, and say when none of them moves a byte.
+
+    For a consumer that lost a connection and cannot stop a writer otherwise: the word of a live writer is then the
+    only proof, short of its end.
+    """
+
+    version: Version
+    ask: Whole
+    consumer: Side
+    below: Whole
+    """The sender's pulls with a lower number are meant."""
+
+
 class Failed(Struct, frozen=True, omit_defaults=True):
     """A request of a pull that is not served."""
 
@@ -192,6 +206,14 @@ class HelloAnswer(Struct, frozen=True, omit_defaults=True, tag_field="kind", tag
     """Of the engine that the rank writes with."""
 
 
+class QuietAnswer(Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="quiet"):
+    """Whether no byte moves any more, or ever will, for the pulls that were meant."""
+
+    version: Version
+    ask: Whole
+    quiet: bool
+
+
 class LayoutAnswer(Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="layouts"):
     """The placements asked for; one that is not known here is left out."""
 
@@ -231,7 +253,7 @@ class Pull(Struct, frozen=True, omit_defaults=True):
 class Note(Struct, frozen=True, omit_defaults=True):
     """A message that upstream has no word for."""
 
-    kvferry: LayoutAsk | AbortNotice | ReleaseNotice
+    kvferry: LayoutAsk | AbortNotice | ReleaseNotice | QuietAsk
 
 
 class Reply(Struct, frozen=True, omit_defaults=True):
@@ -241,7 +263,7 @@ class Reply(Struct, frozen=True, omit_defaults=True):
     ok_reqs: Annotated[tuple[Name, ...], Meta(max_length=4096)] | None = None
     err_reqs: Annotated[tuple[Name, ...], Meta(max_length=4096)] | None = None
     err_msg: Text | None = None
-    kvferry: ReplyExtension | HelloAnswer | LayoutAnswer | None = None
+    kvferry: ReplyExtension | HelloAnswer | LayoutAnswer | QuietAnswer | None = None
 
 
 Inbound = Pull | Note

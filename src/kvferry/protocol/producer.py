@@ -195,7 +195,8 @@ class Producer:
         self._step_lease(lease, LeaseStep.PUBLISH)
         lease.ticket, lease.tokens, lease.tables = event.ticket, event.tokens, event.tables
         lease.prompt = event.prompt
-        self._set_deadline(lease, event.deadline)
+        grace = self._now + self.limits.lost_grace
+        self._set_deadline(lease, min(event.deadline, grace) if lease.lost else event.deadline)
         self._note(event.transfer, "published")
         for write in [self._writes[one] for one in lease.writes]:
             self._start(lease, write)  # refused meanwhile, if one before it completed the lease
@@ -332,6 +333,7 @@ class Producer:
             return
         for write in [self._writes[one] for one in record.unnamed]:
             lease = self._leases[write.wanted.transfer]
+            lease.lost = True
             if lease.state is LeaseState.PUBLISHED:
                 grace = self._now + self.limits.lost_grace
                 self._timers.set(LeaseDue(lease.transfer), min(lease.deadline, grace))

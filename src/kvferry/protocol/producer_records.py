@@ -106,6 +106,9 @@ class Lease:
     served: dict[str, set[str]] = field(default_factory=dict)
     given_up: dict[str, set[str]] = field(default_factory=dict)
     peer_failed: bool = False
+    lost: bool = False
+    """A consumer that had pulled it is lost; nobody may come any more."""
+
     reason: ProtocolReason | None = None
     """Why it ended otherwise than done."""
 

@@ -4,7 +4,6 @@ Setting a key again moves its deadline; each key is due at most once for each ti
 """
 
 import heapq
-import itertools
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
@@ -17,7 +16,7 @@ class Timers(Generic[K]):
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, K]] = []
         self._live: dict[K, tuple[float, int]] = {}
-        self._serial = itertools.count()
+        self._serial = 0
 
     def __len__(self) -> int:
         return len(self._live)
@@ -32,7 +31,8 @@ class Timers(Generic[K]):
         return self._heap[0][0] if self._heap else None
 
     def set(self, key: K, when: float) -> None:
-        serial = next(self._serial)
+        self._serial += 1
+        serial = self._serial
         self._live[key] = (when, serial)
         heapq.heappush(self._heap, (when, serial, key))
         if len(self._heap) > 2 * len(self._live) + 64:

@@ -9,11 +9,13 @@ the two engines compiled once, a receive engine made once for each life of each 
 producer rank that the plan pairs with this one.
 """
 
+import asyncio
 import logging
 import queue
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, assert_never
+from typing import Final, Protocol, assert_never
 
 from kvferry.errors import FerryError, ProtocolReason, RemoteProtocolError, TransportError
 from kvferry.ids import Incarnation, RequestId, TransferId
@@ -67,6 +69,14 @@ from kvferry.runtime.sides import Local
 
 logger = logging.getLogger(__name__)
 
+FENCES: Final = 3
+FENCE_PAUSE: Final = 0.3
+"""So often, at this pace, a fence is tried before it has failed."""
+
+QUIET_ASKS: Final = 20
+QUIET_PAUSE: Final = 0.1
+"""So often, at this pace, a writer is asked in one go whether it is quiet."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
@@ -91,6 +101,9 @@ class Wires(Protocol):
 
     def note(self, address: str, data: bytes) -> None:
         """Send a message that has no answer of its own."""
+
+    def is_open(self, address: str) -> bool:
+        """Whether there is a connection to this rank now."""
 
     def forget(self, key: PullKey) -> None:
         """Nothing more is expected for this pull."""
@@ -134,6 +147,7 @@ class ConsumerCore:
         self._plans = Plans(local.placements)
         self._producers = Producers(finder, options.timing)
         self._links: Wires | None = None
+        self._asks = 0
         self._courses: dict[TransferId, _Course] = {}
         machine = Consumer(_limits(local, options))
         self.story = machine.story
@@ -244,7 +258,7 @@ class ConsumerCore:
 
     async def _resolve(self, action: Resolve) -> None:
         try:
-            engine = await self._producers.find(action.source)
+            engine = await self._producers.find(action.source, still=self._is_connected)
             plan = await self._plan_with(engine)
             targets = targets_of(plan, self._local.index)
             for rank in targets:
@@ -257,8 +271,16 @@ class ConsumerCore:
             course.engine, course.plan = engine, plan
             course.open = set(targets)
             course.resolving = False
+        self._retire_before(engine.incarnation)
         chosen = tuple(Target(rank, release=not wanted) for rank, wanted in targets.items())
         self.feed(SourceResolved(action.transfer, engine.incarnation, upstream=False, targets=chosen))
+
+    def _retire_before(self, producer: Incarnation) -> None:
+        """A producer has come back: nobody needs the receive engines of its earlier lives once they are idle."""
+        in_use = {course.engine.incarnation for course in self._courses.values() if course.engine is not None}
+        for earlier in self._receivers.outlived_by(producer):
+            if earlier not in in_use:
+                self._thread.spawn(self._receivers.retire(earlier))
 
     async def _receive_from(self, engine: RemoteEngine, rank: int) -> None:
         peer = engine.ranks[rank]
@@ -306,13 +328,43 @@ class ConsumerCore:
         self._links.note(course.engine.ranks[action.key.rank].address, encode(note))
 
     async def _fence(self, producer: Incarnation) -> None:
-        try:
-            await self._receivers.fence(producer)
-        except TransportError as error:
-            logger.warning("no fence for %s yet, its blocks stay held: %s", producer, error)
-            self.feed(FenceFailed(producer))
+        for left in reversed(range(FENCES)):
+            try:
+                await self._receivers.fence(producer, lambda writers: self._writers_are_quiet(producer, writers))
+            except TransportError as error:
+                if left:
+                    await asyncio.sleep(FENCE_PAUSE)  # a process that was killed takes a moment to be gone
+                    continue
+                logger.warning("no fence for %s yet, its blocks stay held: %s", producer, error)
+                self.feed(FenceFailed(producer))
+                return
+            self.feed(FenceDone(producer))
             return
-        self.feed(FenceDone(producer))
+
+    async def _writers_are_quiet(self, producer: Incarnation, writers: Sequence[str]) -> bool:
+        """Ask ranks that live, by a fresh connection, to give up what they have of ours, and whether they have."""
+        engines = (course.engine for course in self._courses.values() if course.engine is not None)
+        engine = next((one for one in engines if one.incarnation == producer), None)
+        if engine is None:
+            return False
+        for rank in [one for one in engine.ranks if one.transport_address in writers]:
+            for _ in range(QUIET_ASKS):
+                self._asks += 1
+                try:
+                    quiet = await self._finder.is_quiet(rank, self._maker.quiet_ask(self._asks), ask=self._asks)
+                except FerryError as error:
+                    logger.debug("%s does not say whether it is quiet: %s", rank.address, error)
+                    return False
+                if quiet:
+                    break
+                await asyncio.sleep(QUIET_PAUSE)
+            else:
+                return False
+        return True
+
+    def _is_connected(self, engine: RemoteEngine) -> bool:
+        """Whether a connection proves that this life of a producer goes on."""
+        return self._links is not None and any(self._links.is_open(rank.address) for rank in engine.ranks)
 
     def _forget_pull(self, key: PullKey) -> None:
         if self._links is not None:

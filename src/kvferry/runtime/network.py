@@ -26,6 +26,7 @@ from kvferry.protocol import (
     LayoutAsk,
     Note,
     PullKey,
+    QuietAnswer,
     ReleaseNotice,
     Source,
     decode_reply,
@@ -158,6 +159,12 @@ class ConsumerNetwork:
         if not isinstance(answer, LayoutAnswer) or answer.ask != number:
             raise RemoteProtocolError(ProtocolReason.MALFORMED, f"{rank.address} answers something else than layouts")
         return answer.placements
+
+    async def is_quiet(self, rank: RemoteRank, note: Note, *, ask: int) -> bool:
+        """Ask a rank whether nothing moves any more."""
+        data = await self._open_links.ask(rank.address, encode(note), timeout=self._options.timing.resolve)
+        answer = decode_reply(data).kvferry
+        return isinstance(answer, QuietAnswer) and answer.ask == ask and answer.quiet
 
     async def close(self) -> None:
         """Drop all connections; safe to call twice."""

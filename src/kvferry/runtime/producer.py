@@ -15,9 +15,9 @@ import queue
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, assert_never
+from typing import Final, Protocol, assert_never
 
-from kvferry.errors import PlanError, RemoteProtocolError
+from kvferry.errors import PlanError, ProtocolReason, RemoteProtocolError
 from kvferry.ids import RequestId, TransferId
 from kvferry.protocol import (
     VERSION,
@@ -41,7 +41,10 @@ from kvferry.protocol import (
     Published,
     Pull,
     PullArrived,
+    Puller,
     PullId,
+    QuietAnswer,
+    QuietAsk,
     ReleaseNotice,
     ReleaseOrdered,
     Reply,
@@ -72,6 +75,9 @@ from kvferry.runtime.sending import Sender
 from kvferry.runtime.sides import Local
 
 logger = logging.getLogger(__name__)
+
+MAX_BARRED: Final = 4096
+"""Consumer ranks of which it is remembered that older pulls are void."""
 
 Connection = bytes
 """A consumer rank's connection, as the listener names it."""
@@ -132,6 +138,8 @@ class ProducerCore:
         )
         self._pull_ids = itertools.count(1)
         self._pulls: dict[PullId, _OpenPull] = {}
+        self._barred: dict[Puller, int] = {}
+        """Of consumer ranks that gave their older pulls up: the lowest number that is still served."""
         self.quiet: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
         """Tickets whose blocks may be used again; taken out by the embedding engine's thread."""
 
@@ -186,6 +194,11 @@ class ProducerCore:
             side = self._local.side()
             self._send(connection, make_refusal(reason, said, pull=pull, producer=side, missing=missing))
             return
+        if admitted.extension.pull < self._barred.get(puller_of(pull), 0):
+            said = "the consumer has given this pull up before it came"
+            answer = make_refusal(ProtocolReason.ABORTED, said, pull=pull, producer=self._local.side())
+            self._send(connection, answer)
+            return
         number = PullId(next(self._pull_ids))
         self._pulls[number] = _OpenPull(connection, pull, admitted)
         requests = requests_of(pull)
@@ -195,13 +208,16 @@ class ProducerCore:
         expected = pulls_expected(admitted.plan, self._local.index)
         self.feed(PullArrived(number, puller_of(pull), requests, expected))
 
-    def _on_note(self, connection: Connection, note: LayoutAsk | AbortNotice | ReleaseNotice) -> None:
+    def _on_note(self, connection: Connection, note: LayoutAsk | AbortNotice | ReleaseNotice | QuietAsk) -> None:
         match note:
             case LayoutAsk():
                 known = [one for one in note.fingerprints if not self._plans.missing([one])]
                 placements = {one: self._plans.encoded(one) for one in known}
                 answer = LayoutAnswer(version=VERSION, ask=note.ask, placements=placements)
                 self._send(connection, Reply(status=Status.FINISH, kvferry=answer))
+            case QuietAsk():
+                quiet = self._give_up_for(puller_of_side(note.consumer), note.below)
+                self._send(connection, Reply(Status.FINISH, kvferry=QuietAnswer(VERSION, note.ask, quiet)))
             case ReleaseNotice():
                 self.release([TransferId(transfer) for transfer in note.transfers])
             case AbortNotice():
@@ -210,6 +226,23 @@ class ProducerCore:
                     self.feed(PeerAborted(puller, TransferId(transfer), note.expected, failed=note.failed))
             case _:
                 assert_never(note)
+
+    def _give_up_for(self, puller: Puller, below: int) -> bool:
+        """Drop a consumer rank's older pulls, for good; whether none of them has a byte under way."""
+
+        def old() -> tuple[PullId, ...]:
+            return tuple(
+                number
+                for number, known in self._pulls.items()
+                if known.admitted.extension.pull < below and puller_of(known.message) == puller
+            )
+
+        self._barred[puller] = max(below, self._barred.pop(puller, 0))
+        while len(self._barred) > MAX_BARRED:
+            del self._barred[next(iter(self._barred))]
+        if lost := old():
+            self.feed(ConsumerLost(lost))
+        return not old()
 
     # -- what the machine asks for ---------------------------------------------------------------------------
 

@@ -6,13 +6,13 @@ short while, since engines start in any order; then the transfer is refused.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.errors import FerryError, ProtocolReason, RemoteProtocolError, TransportError
 from kvferry.ids import Incarnation
-from kvferry.protocol import Source
+from kvferry.protocol import Note, Source
 from kvferry.runtime.options import Timing
 
 RETRY_PAUSE = 0.1
@@ -53,6 +53,9 @@ class Finder(Protocol):
     async def placements(self, rank: RemoteRank, fingerprints: tuple[str, ...]) -> Mapping[str, bytes]:
         """Placements by fingerprint, as this rank knows them; raises a :class:`FerryError`."""
 
+    async def is_quiet(self, rank: RemoteRank, note: Note, *, ask: int) -> bool:
+        """Whether this rank says that nothing moves any more of what ``note`` asks about; raises one too."""
+
 
 class Producers:
     """The producers that this consumer rank has met."""
@@ -63,10 +66,14 @@ class Producers:
         self._known: dict[Source, RemoteEngine] = {}
         self._asking: dict[Source, asyncio.Task[RemoteEngine]] = {}
 
-    async def find(self, source: Source) -> RemoteEngine:
-        """The engine that a router's parameters name; many requests for one ask once."""
-        if source in self._known:
-            return self._known[source]
+    async def find(self, source: Source, *, still: Callable[[RemoteEngine], bool]) -> RemoteEngine:
+        """The engine that a router's parameters name; many requests for one ask once.
+
+        ``still``: whether what is known of it may be used unasked. It may have been started anew since.
+        """
+        known = self._known.get(source)
+        if known is not None and still(known):
+            return known
         if source not in self._asking:
             task = asyncio.get_running_loop().create_task(self._ask(source))
             self._asking[source] = task

@@ -12,6 +12,7 @@ from kvferry.protocol import (
     Note,
     Pull,
     PullExtension,
+    QuietAsk,
     Receiver,
     Side,
     Span,
@@ -65,6 +66,11 @@ class PullMaker:
         )
         wanted = Wanted(pulled.request, pulled.transfer, pulled.span, pulled.tables, pulled.prompt)
         return make_pull(shown, [wanted], extension)
+
+    def quiet_ask(self, ask: int) -> Note:
+        """Every pull that was made until now is given up; the rank that gets this is to say when it is quiet."""
+        below = next(self._numbers)
+        return Note(kvferry=QuietAsk(version=VERSION, ask=ask, consumer=self._local.side(), below=below))
 
     def abort(self, transfer: TransferId, *, expected: int, failed: bool) -> Note:
         """Nothing more of this transfer is wanted."""

@@ -3,13 +3,13 @@
 A producer writes into this process through an engine that nobody else's writes come by. So when a producer is
 suspected, its engine alone is destroyed, which proves that nothing of its writes can land any more, and all others go
 on. Closing sockets or taking registrations back would prove nothing. Where a peer writes without an engine of ours
-(``cma``), only the end of the writer's process proves it. Making and destroying an engine blocks, so both run off the
-loop.
+(``cma``), only the end of the writer's process proves it, or the writer's own word. Making and destroying an engine
+blocks, so both run off the loop.
 """
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from kvferry.errors import TransportError, TransportReason
 from kvferry.ids import Incarnation
@@ -18,6 +18,10 @@ from kvferry.runtime.options import TransportFactory
 from kvferry.transport import Transport
 
 logger = logging.getLogger(__name__)
+
+
+Proof = Callable[[Sequence[str]], Awaitable[bool]]
+"""Whether the writers at these addresses have said that they write nothing more of what they were asked for."""
 
 
 class Receivers:
@@ -49,8 +53,10 @@ class Receivers:
         """The same, if there is one now."""
         return self._engines.get(producer)
 
-    async def fence(self, producer: Incarnation) -> None:
+    async def fence(self, producer: Incarnation, proof: Proof) -> None:
         """See to it that nothing this producer sent can land any more. Raises ``TransportError`` when it may.
+
+        ``proof`` is asked about writers that live and cannot be stopped from here.
 
         A successor is made when the producer is next heard of; its address is always another, so that a late write,
         which knows only the old one, finds nobody.
@@ -62,9 +68,24 @@ class Receivers:
             if engine.close_stops_peers:
                 self._retired.add(engine.address())
             elif alive := [one for one in self._writers[producer] if not engine.peer_is_gone(one)]:
-                raise TransportError(TransportReason.TIMED_OUT, f"{producer} may still write: {alive} lives")
+                if not await proof(alive):
+                    raise TransportError(TransportReason.TIMED_OUT, f"{producer} may still write: {alive} lives")
+                return  # its writers live and have stopped: the engine here goes on
             await asyncio.to_thread(engine.close)
             del self._engines[producer], self._writers[producer]
+
+    def outlived_by(self, producer: Incarnation) -> list[Incarnation]:
+        """Earlier lives of the same engine that still have a receive engine here."""
+        return [one for one in self._engines if one.engine_id == producer.engine_id and one != producer]
+
+    async def retire(self, producer: Incarnation) -> None:
+        """Destroy the engine of a life that is over and of which nothing is under way."""
+        async with self._lock(producer):
+            engine = self._engines.pop(producer, None)
+            self._writers.pop(producer, None)
+            if engine is not None:
+                self._retired.add(engine.address())
+                await asyncio.to_thread(engine.close)
 
     async def close(self) -> None:
         """Destroy all."""

@@ -25,8 +25,8 @@ from kvferry.runtime.options import RuntimeOptions
 from kvferry.runtime.producer import ProducerCore, Publication
 from kvferry.runtime.report import Report
 from kvferry.runtime.sides import Local
-from kvferry.runtime.tally import Interval, Tally
 from kvferry.runtime.stories import StoryDoor
+from kvferry.runtime.tally import Interval, Tally
 
 logger = logging.getLogger(__name__)
 

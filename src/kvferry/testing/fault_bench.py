@@ -21,7 +21,7 @@ from kvferry.testing.ferry_bench import Event, Ferry, free_port
 from kvferry.testing.ferry_process import Spec
 
 VICTIM = "victim"
-SLACK = 2
+SLACK = 4
 """File descriptors and threads by which two audits of a healthy side differ."""
 
 

@@ -287,9 +287,10 @@ class ConsumerSide(SideProcess):
             if not held.began and self.pool.touched(held.blocks):
                 held.began = True
                 say("began", transfer=held.transfer)
+        quiet = self.runtime.take_quiet()  # first: the ends of these tickets are then in the other queue for sure
         for end in self.runtime.take_ended():
             self._ended(end.ticket, end.outcome.fate, str(end.outcome.reason or ""), end.outcome.detail)
-        for ticket in self.runtime.take_quiet():
+        for ticket in quiet:
             self._tickets_of.pop(self.held[ticket].transfer, None)
             self.give_back(ticket, UNTOUCHED)
 

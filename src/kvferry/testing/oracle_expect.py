@@ -105,7 +105,7 @@ def _read_side(values: Sequence[Json], found: Findings) -> list[File]:
             found.faults.add("invalid-layout")
             continue
         found.faults |= file_faults(file)
-        if any(part.lacks_rows for part in file.parts):
+        if any(part.lacks_rows or part.lacks_stride for part in file.parts):
             found.unsure.add("invalid-layout")
         files.append(file)
     if len(files) < len(values):

@@ -89,6 +89,8 @@ class Part:
     optional: bool
     lacks_rows: bool = False
     """A state whose file does not say that it has one kernel block of one row."""
+    lacks_stride: bool = False
+    """One kernel block, and a stride of 0 to the next, which there is not: either reading is accepted."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -235,13 +237,14 @@ def _part(value: object) -> Part:
         num_blocks=integer(got["num_blocks"], 1),
         block_stride=integer(got["block_stride"], 1),
         kernel_blocks=integer(got.get("kernel_blocks", 1), 1),
-        kernel_stride=integer(got.get("kernel_stride", 1), 1),
+        kernel_stride=integer(got.get("kernel_stride", 1), 0),
         row_tokens=integer(got.get("tokens_per_row", 1), 1),
         axes=tuple(_axis(axis) for axis in items(got["axes"])),
         nbytes=integer(content["nbytes"], 1),
         content_type=text(content["type"]),
         optional=optional,
         lacks_rows=not got.keys() >= _OF_ROWS,
+        lacks_stride=got.get("kernel_stride") == 0,
     )
 
 
@@ -263,6 +266,8 @@ def read_file(value: object) -> File:
             raise MalformedError(f"{part.key} is in group {part.group} of {len(groups)}")
         if part.lacks_rows and groups[part.group].kind != "state":
             raise MalformedError(f"{part.key} lacks one of {sorted(_OF_ROWS)}")
+        if part.lacks_stride and part.kernel_blocks > 1:
+            raise MalformedError(f"{part.key}: {part.kernel_blocks} kernel blocks at one place")
     if not regions:
         raise MalformedError("a placement: no regions")
     return File(regions, groups, parts)

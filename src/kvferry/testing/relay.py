@@ -46,13 +46,14 @@ class Relay:
         self._random = random.Random(seed)
         self._context = zmq.Context()
         self._front = self._socket(zmq.ROUTER)
-        port = self._front.bind_to_random_port("tcp://127.0.0.1")
-        self.address = f"tcp://127.0.0.1:{port}"
+        self._port = self._front.bind_to_random_port("tcp://127.0.0.1")
+        self.address = f"tcp://127.0.0.1:{self._port}"
         """For the consumers."""
         self._backs: dict[bytes, zmq.Socket[bytes]] = {}
         self._queue: list[tuple[float, int, bytes, bool, bytes]] = []
         self._serial = itertools.count()
         self._closing = threading.Event()
+        self._cutting = threading.Event()
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
         self._thread.start()
 
@@ -60,6 +61,12 @@ class Relay:
         """Cut all connections and end the thread; safe to call twice."""
         self._closing.set()
         self._thread.join(5)
+
+    def cut(self) -> None:
+        """Break all connections; new ones can be made at once. Returns when that is done."""
+        self._cutting.set()
+        while self._cutting.is_set() and self._thread.is_alive():
+            time.sleep(0.005)
 
     def _socket(self, kind: int) -> "zmq.Socket[bytes]":
         socket: zmq.Socket[bytes] = self._context.socket(kind)
@@ -70,6 +77,9 @@ class Relay:
         poller = zmq.Poller()
         poller.register(self._front, zmq.POLLIN)
         while not self._closing.is_set():
+            if self._cutting.is_set():
+                poller = self._renewed()
+                self._cutting.clear()
             ready = dict(poller.poll(5))
             if self._front in ready:
                 who, frame = self._front.recv_multipart()[:2]
@@ -85,6 +95,23 @@ class Relay:
         for socket in (self._front, *self._backs.values()):
             socket.close()
         self._context.destroy(linger=0)
+
+    def _renewed(self) -> zmq.Poller:
+        """New sockets at the old address."""
+        for socket in (self._front, *self._backs.values()):
+            socket.close()
+        self._backs.clear()
+        self._queue.clear()
+        self._front = self._socket(zmq.ROUTER)
+        for _ in range(200):
+            try:
+                self._front.bind(self.address)
+                break
+            except zmq.ZMQError:
+                time.sleep(0.01)
+        poller = zmq.Poller()
+        poller.register(self._front, zmq.POLLIN)
+        return poller
 
     def _take(self, who: bytes, frame: bytes, *, to_producer: bool) -> None:
         weather, draw = self.weather, self._random.random

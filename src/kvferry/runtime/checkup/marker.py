@@ -2,9 +2,11 @@
 
 Writer and receiver talk in lines of JSON over a stream that has nothing to do with the transport. The writer says who
 it is; the receiver registers a page, lets the writer in, and says where the page is; then, twice, the writer fills the
-page with fresh random bytes, writes it, and tells their digest, and the receiver says whether it has the same. The
-first write includes the connection, the second shows the transport's own speed. Either may answer with a reason
-instead. Memory of this exchange only is registered, and its engine is destroyed at the end.
+page with fresh random bytes, writes it, and tells the digests of its parts, and the receiver says whether it has the
+same. Where it has not, it looks again a little later: a page that comes late was reported as done too early, which is
+another fault than one that went elsewhere. The first write includes the connection, the second shows the speed of the
+transport. Either may answer with a reason instead. Memory of this exchange only is registered, and its engine is
+destroyed at the end.
 
 Within one machine the *child* writes into its parent: that is the direction for which the kernel asks permission.
 """
@@ -26,16 +28,17 @@ import numpy as np
 from kvferry.errors import FerryError, TransportError, TransportReason
 from kvferry.layout import Region
 from kvferry.plan import Descriptors
+from kvferry.runtime.checkup.line import TIMEOUT, Line
 from kvferry.transport import CmaTransport, MooncakeTransport, SubmissionState, Transport, wait
 
 PAGE: Final = 1 << 20
+PARTS: Final = 16
 ROUNDS: Final = 2
 VERSION: Final = 1
-TIMEOUT: Final = 30.0
-"""For one write, and for one line of the other side."""
+LATE: Final = 1.0
+"""So long a receiver waits for bytes that should be there."""
 TOLD: Final = 3
 """Exit status of a child that has said what went wrong."""
-_LONGEST_LINE: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,46 +81,6 @@ class Way:
     def make(self) -> Transport:
         """A fresh engine for it."""
         return make_transport(self.transport, host=self.host, protocol=self.protocol, device=self.device)
-
-
-class Line:
-    """The stream between the two."""
-
-    def __init__(self, stream: socket.socket) -> None:
-        stream.settimeout(TIMEOUT)
-        self._stream = stream
-        self._reader = stream.makefile("rb")
-
-    def say(self, **message: Any) -> None:
-        """Send one line."""
-        try:
-            self._stream.sendall(json.dumps(message).encode() + b"\n")
-        except OSError as error:
-            raise _lost(error) from error
-
-    def hear(self) -> dict[str, Any]:
-        """The next line; raises what the other side says went wrong."""
-        try:
-            data = self._reader.readline(_LONGEST_LINE)
-        except OSError as error:
-            raise _lost(error) from error
-        try:
-            message = json.loads(data)
-        except ValueError as error:
-            said = "it hung up" if not data else "it does not speak as 'kvferry doctor --serve' does"
-            raise TransportError(TransportReason.PEER_UNREACHABLE, f"no answer of the other side: {said}") from error
-        if not isinstance(message, dict):
-            raise TransportError(TransportReason.PEER_UNREACHABLE, "the other side sends something else than a record")
-        if "reason" in message:
-            reason, known = str(message["reason"]), {one.value for one in TransportReason}
-            said = f"the other side says: {str(message.get('said', ''))[:500]}"
-            raise TransportError(TransportReason(reason) if reason in known else TransportReason.ENGINE_FAULT, said)
-        return message
-
-    def close(self) -> None:
-        """Hang up."""
-        self._reader.close()
-        self._stream.close()
 
 
 def write_marker(line: Line, way: Way) -> Delivery:
@@ -172,7 +135,8 @@ def serve_markers(address: tuple[str, int], way: Way, told: Callable[[str], None
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     with socket.create_server(address, family=family) as server:
         host, port = server.getsockname()[:2]
-        told(f"waiting on {host}:{port} for 'kvferry doctor --peer {way.host}:{port}'")
+        shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        told(f"waiting on {shown} for 'kvferry doctor --peer {shown}'")
         while True:
             stream, peer = server.accept()
             line = Line(stream)
@@ -198,8 +162,9 @@ def _write_marker(line: Line, way: Way) -> Delivery:
         for _ in range(ROUNDS):
             page[:] = np.frombuffer(os.urandom(PAGE), np.uint8)
             seconds.append(_write(engine, str(target.get("address", "")), here, there))
-            line.say(digest=_digest(page), seconds=seconds[-1])
-            _check_equal(line.hear())
+            line.say(digests=digest_parts(page), seconds=seconds[-1])
+            if line.hear().get("equal") is not True:
+                raise TransportError(TransportReason.ENGINE_FAULT, "the other side says that its page is another")
         return Delivery(way.transport, protocol, PAGE, tuple(seconds))
     finally:
         engine.close()
@@ -224,16 +189,13 @@ def _receive_marker(line: Line, way: Way) -> Delivery:
         seconds = []
         for _ in range(ROUNDS):
             done = line.hear()
-            line.say(equal=done.get("digest") == _digest(page))
-            if done.get("digest") != _digest(page):
-                raise TransportError(TransportReason.ENGINE_FAULT, _UNEQUAL)
+            if (fault := compare_page(page, done.get("digests"))) is not None:
+                raise TransportError(TransportReason.ENGINE_FAULT, fault)
+            line.say(equal=True)
             seconds.append(float(done.get("seconds", 0.0)))
         return Delivery(name, protocol, PAGE, tuple(seconds))
     finally:
         engine.close()
-
-
-_UNEQUAL = "the write was reported as done, and the page that arrived is another"
 
 
 def _write(engine: Transport, address: str, here: Region, there: Region) -> float:
@@ -249,9 +211,21 @@ def _write(engine: Transport, address: str, here: Region, there: Region) -> floa
     )
 
 
-def _check_equal(answer: dict[str, Any]) -> None:
-    if answer.get("equal") is not True:
-        raise TransportError(TransportReason.ENGINE_FAULT, _UNEQUAL)
+def compare_page(
+    page: "np.ndarray[Any, np.dtype[np.uint8]]", told: object, *, sleep: Callable[[float], None] = time.sleep
+) -> str | None:
+    """What is wrong with the page that should be there; ``None`` for nothing."""
+    if (found := digest_parts(page)) == told:
+        return None
+    if not isinstance(told, list) or len(told) != PARTS:
+        return "the other side does not say what it wrote"
+    differ = sum(ours != theirs for ours, theirs in zip(found, told, strict=True))
+    deadline = time.monotonic() + LATE
+    while time.monotonic() < deadline:
+        sleep(0.01)
+        if digest_parts(page) == told:
+            return f"the write was reported as done when {differ} of {PARTS} parts had not arrived; they came later"
+    return f"the write was reported as done, and {differ} of {PARTS} parts of the page that arrived are others"
 
 
 def _telling(line: Line, part: Callable[[], Delivery]) -> Delivery:
@@ -286,13 +260,10 @@ def _number(message: dict[str, Any], key: str) -> int:
     return value
 
 
-def _digest(page: "np.ndarray[Any, np.dtype[np.uint8]]") -> str:
-    return hashlib.blake2b(page.data, digest_size=16).hexdigest()
+def digest_parts(page: "np.ndarray[Any, np.dtype[np.uint8]]") -> list[str]:
+    """A digest of each part of a page."""
+    return [hashlib.blake2b(part.data, digest_size=8).hexdigest() for part in np.split(page, PARTS)]
 
 
 def _spelled(way: Way) -> str:
     return json.dumps([way.transport, way.host, way.protocol, way.device])
-
-
-def _lost(error: OSError) -> TransportError:
-    return TransportError(TransportReason.PEER_UNREACHABLE, f"the connection to the other side is lost ({error})")

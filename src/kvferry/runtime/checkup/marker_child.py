@@ -8,7 +8,8 @@ import socket
 import sys
 
 from kvferry.errors import TransportError
-from kvferry.runtime.checkup.marker import TOLD, Line, Way, write_marker
+from kvferry.runtime.checkup.line import Line
+from kvferry.runtime.checkup.marker import TOLD, Way, write_marker
 
 
 def main() -> int:

@@ -1,5 +1,6 @@
 """Message channels that lose, repeat, delay or say nothing; peers that flood, storm or speak nonsense."""
 
+import copy
 import os
 import socket
 import time
@@ -37,7 +38,7 @@ def _relayed(bench: FaultBench, weather: Weather) -> Iterator[Relay]:
 
 def bad_weather(transport: str, phase: str) -> Row:
     """Twelve transfers through a relay; then one without it."""
-    weather, means = WEATHERS[phase]
+    weather, means = copy.deepcopy(WEATHERS[phase])
     seen = Seen(phase="all through")
     timing = {"publish": 8.0, "pull": 8.0, "orphan": 4.0}
     with FaultBench(transport, timing=timing, limits={"silence": 4.0, "abort_timeout": 2.0}) as bench:
@@ -51,6 +52,7 @@ def bad_weather(transport: str, phase: str) -> Row:
                 bench.publish(name, salt=50 + index, tokens=160)
                 since = bench.fetch(name, salt=50 + index, tokens=160)
             ends = [bench.consumer.wait("ended", name, seconds=30) for name in names]
+            weather.black_hole = False  # over cma a live writer is asked whether it is quiet, so it must be reachable
             for name in names:
                 seen.back = bench.consumer.wait("quiet", name, seconds=40)["at"] - since
         for name in names:
@@ -61,8 +63,8 @@ def bad_weather(transport: str, phase: str) -> Row:
         seen.producer = ", ".join(f"{told.count(fate)} {fate}" for fate in dict.fromkeys(told))
         failed = [end["at"] - since for end in ends if end["fate"] != "done"]
         seen.noticed = max(failed, default=None)
-        if phase in ("late", "twice") and failed:
-            seen.problems.append("messages that come late or twice must not fail a transfer")
+        if phase == "late" and failed:
+            seen.problems.append("messages that come late must not fail a transfer")
         bench.move()
         return bench.row(f"messages: {phase}", f"a relay: {means}; 12 transfers", seen)
 
@@ -80,13 +82,15 @@ def relay_cut(transport: str, phase: str) -> Row:
                 bench.fetch()
                 time.sleep(0.5)
             since = time.monotonic()
-            relay.close()
+            relay.cut()
             bench.ended(since, seen)
             if phase != "during the write":
                 bench.publish()
         bench.producer_back(since, seen, seconds=40)
         bench.move()
-        return bench.row("connection cut", "the relay closes; both processes live", seen)
+        return bench.row(
+            "connection cut", "a relay breaks all connections and takes new ones; both processes live", seen
+        )
 
 
 def dead_port(transport: str, phase: str) -> Row:
@@ -110,8 +114,6 @@ def dead_port(transport: str, phase: str) -> Row:
         bench.ended(since, seen)
         if front is not None:
             front.close()
-        bench.fetch("again")
-        bench.ended(time.monotonic(), Seen(), transfer="again")
         bench.producer.tell("withdraw", transfer=VICTIM)
         bench.producer_back(time.monotonic(), Seen())
         seen.producer = "not reached"

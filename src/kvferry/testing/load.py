@@ -1,0 +1,76 @@
+"""Load on the protocol: thousands of requests at once between two processes, many producers to one consumer.
+
+Nothing here is about bytes a second: the blocks are small. Counted are requests, wrong bytes and blocks, as in
+:mod:`kvferry.testing.fault_bench`, and that a limit which is reached is answered by an error and not by silence.
+"""
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from kvferry.testing.ferry_bench import Event, Ferry, free_port
+from kvferry.testing.ferry_process import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load came to."""
+
+    fates: dict[str, int]
+    seconds: float
+    wrong: int
+    lost: int
+
+
+def crowd(requests: int, *, transport: str = "cma", limits: dict[str, float] | None = None) -> Loaded:
+    """So many requests at once: all pulls wait at the producer before the first cache is published."""
+    producer = Ferry(Spec(role="producer", transport=transport, port=free_port(), blocks=requests, limits=limits or {}))
+    consumer = Ferry(Spec(role="consumer", transport=transport, engine="d", block_tokens=16, blocks=requests))
+    names = [f"load-{index}" for index in range(requests)]
+    try:
+        began = time.monotonic()
+        for index, name in enumerate(names):
+            consumer.tell("fetch", transfer=name, tokens=16, salt=index, source=["p", producer.url])
+        for index, name in enumerate(names):
+            producer.tell("publish", transfer=name, tokens=16, salt=index)
+        return _count([producer], consumer, len(names), began)
+    finally:
+        producer.close()
+        consumer.close()
+
+
+def many_to_one(producers: int, requests: int, *, transport: str = "cma") -> Loaded:
+    """So many producers, with so many requests each, to one consumer."""
+    sources = [
+        Ferry(Spec(role="producer", transport=transport, engine=f"p{index}", port=free_port(), blocks=4 * requests))
+        for index in range(producers)
+    ]
+    consumer = Ferry(
+        Spec(role="consumer", transport=transport, engine="d", block_tokens=16, blocks=4 * producers * requests)
+    )
+    try:
+        began = time.monotonic()
+        for turn in range(requests):
+            for index, source in enumerate(sources):
+                name, salt = f"many-{turn}-{index}", 1000 * index + turn
+                source.tell("publish", transfer=name, tokens=64, salt=salt)
+                consumer.tell("fetch", transfer=name, tokens=64, salt=salt, source=[source.engine, source.url])
+        return _count(sources, consumer, producers * requests, began)
+    finally:
+        for ferry in (*sources, consumer):
+            ferry.close()
+
+
+def _count(producers: list[Ferry], consumer: Ferry, requests: int, began: float) -> Loaded:
+    fates: Counter[str] = Counter()
+    for _ in range(requests):
+        end = consumer.wait("ended", seconds=120)
+        fates[f"{end['fate']} {end['reason']}".strip()] += 1
+    seconds = time.monotonic() - began
+
+    def home(found: Event) -> bool:
+        return bool(found["free"] == found["total"])
+
+    audits = [ferry.audit_until(home, seconds=60) for ferry in (*producers, consumer)]
+    wrong = sum(audit["wrong"] + audit["stray"] for audit in audits)
+    return Loaded(dict(fates), seconds, wrong, sum(audit["total"] - audit["free"] for audit in audits))
