@@ -3,7 +3,7 @@ PY := .venv/bin/python
 SHELL := bash
 .DEFAULT_GOAL := help
 
-.PHONY: help setup setup-core demo demo-quick test test-quick check fuzz-plan bench-plan bench-costs mutants format
+.PHONY: help setup setup-core demo demo-quick test test-quick check fuzz-plan bench-plan bench-costs mutants format faults soak model-check
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -51,3 +51,13 @@ dumps: setup  ## layouts of five real vLLM models, planned by kvferry and by vLL
 
 mutants: setup  ## small faults put into plan/ and layout/, one at a time: which ones no test notices
 	@nice $(PY) scripts/mutants.py
+
+faults: setup  ## inject every fault into real processes: docs/faults.md
+	@$(PY) scripts/faults.py --jobs $(or $(JOBS),3)
+
+SECONDS_OF_SOAK ?= 600
+soak: setup  ## ten minutes of mixed load with faults, then an audit (SECONDS_OF_SOAK=60 for one)
+	@$(PY) -m kvferry.testing.soak --seconds $(SECONDS_OF_SOAK)
+
+model-check: setup  ## small worlds of the protocol, explored without gaps
+	@$(PY) -m kvferry.testing.explore

@@ -4,9 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from kvferry.testing.engine_forge import EngineForge
 from kvferry.testing.engines import warm_forge
+
+# How long an example takes says how busy the machine is, not whether the code is right.
+settings.register_profile("any-machine", deadline=None)
+settings.load_profile("any-machine")
 
 
 @pytest.fixture(scope="session")

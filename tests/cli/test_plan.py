@@ -1,6 +1,8 @@
 """``kvferry plan`` as other programs call it: exit status, standard output, standard error."""
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -155,6 +157,39 @@ def test_as_a_process(files: Files) -> None:
         [sys.executable, "-m", "kvferry.cli", *files.arguments, "--json"], capture_output=True, check=True, timeout=60
     )
     assert json.loads(done.stdout)["stats"]["descriptors"] == 4
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/null", "/dev/urandom"])
+def test_a_device_is_no_input(files: Files, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    error = refusal([*files.arguments, "--request", device, "--json"], capsys)
+    assert error["reason"] == "invalid-request"
+    assert f"{device} is neither a file nor a pipe" in error["message"]
+
+
+def test_a_named_pipe_that_nobody_writes_to_is_not_waited_for(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(files.folder / "pipe")
+    assert refusal([*files.arguments, "--request", str(files.folder / "pipe")], capsys)["reason"] == "invalid-request"
+
+
+def test_a_pipe_may_be_slow_but_not_endless(files: Files) -> None:
+    arguments = [*files.arguments, "--request", "/dev/stdin", "--json"]
+    command = [sys.executable, "-m", "kvferry.cli", *arguments]
+    request = (files.folder / "R.json").read_bytes()
+    for data, status in ((request, 0), (request + b" " * 1_000_001, 2)):
+        done = subprocess.run([*command, "--max-file-mb", "1"], input=data, capture_output=True, timeout=60)
+        assert done.returncode == status
+    assert json.loads(done.stderr)["error"]["reason"] == "limit-exceeded"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("ending", ["> /dev/full", "| true", ">&-", "2>&-"])
+def test_output_that_goes_nowhere_is_no_traceback(files: Files, ending: str, unbuffered: str) -> None:
+    command = shlex.join([sys.executable, "-m", "kvferry.cli", *files.arguments, "--json"])
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(["sh", "-c", f"{command} {ending}"], env=environment, capture_output=True, timeout=60)
+    assert b"Traceback" not in done.stderr
+    assert b"ignored" not in done.stderr
+    assert done.returncode == (1 if "full" in ending else 0)
 
 
 def test_import_is_quick_and_pulls_in_nothing_heavy() -> None:

@@ -30,6 +30,9 @@ _LOST: Final = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+LATE_TURNS: Final = 50
+"""Turns of the loop between a deadline that passed and the verdict: what had come before it is seen in them."""
+
 _WATCHED: Final = _LOST | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 K = TypeVar("K", bound=Hashable)
@@ -54,7 +57,7 @@ class Link:
         self._monitor = self._socket.get_monitor_socket(_WATCHED)
         self._connect(address)
         loop = asyncio.get_running_loop()
-        self._late = loop.call_later(options.connect, self._lose)
+        self._late: asyncio.Handle = loop.call_later(options.connect, self._be_late, LATE_TURNS)
         self._tasks = [loop.create_task(self._receive()), loop.create_task(self._watch())]
         self.lost = False
 
@@ -106,6 +109,13 @@ class Link:
                 self._lose()
                 return
             self._late.cancel()
+
+    def _be_late(self, turns: int) -> None:
+        """The connection is not made in time, or this loop was too busy to hear of it: let it look first."""
+        if turns:
+            self._late = asyncio.get_running_loop().call_soon(self._be_late, turns - 1)
+        else:
+            self._lose()
 
     def _lose(self) -> None:
         if not self.lost:

@@ -12,6 +12,7 @@ The memory rule: the bytes of component ``c`` in block ``b`` and of ``c'`` in ``
 The size of what is enumerated is bounded; a layout past it is refused as ``unsupported``, never accepted unproven.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -129,7 +130,8 @@ def areas_of(regions: Sequence[Region]) -> tuple[Area, ...]:
 
 
 def _check_inside(component: Component, areas: Sequence[Area]) -> None:
-    if any(area.address <= component.address and component.stop <= area.stop for area in areas):
+    last = bisect_right(areas, component.address, key=lambda area: area.address) - 1
+    if last >= 0 and component.stop <= areas[last].stop:
         return
     nest = nest_of(_loops(component, with_blocks=True), component.content.nbytes)
     _bounded(nest.runs, component)

@@ -8,6 +8,7 @@ have equal placements and one fingerprint, whatever addresses the allocator gave
 A **binding** is one base address for each storage. Plans are compiled for placements; bindings come in per request.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,9 +92,11 @@ class Placement:
         A block id is owned by one group of such a set at a time.
         """
         sets: list[set[int]] = []
-        for storage in sorted({p.storage for p in self.placed}):
-            inside = [p.component for p in self.placed if p.storage == storage]
-            for cluster in clusters_of(inside):
+        inside: dict[int, list[Component]] = {}
+        for placed in self.placed:
+            inside.setdefault(placed.storage, []).append(placed.component)
+        for storage in sorted(inside):
+            for cluster in clusters_of(inside[storage]):
                 merged = {c.group for c in cluster}
                 apart = [s for s in sets if not s & merged]
                 sets = [*apart, merged.union(*(s for s in sets if s & merged))]
@@ -223,6 +226,6 @@ def _storage(regions: Sequence[Region]) -> Storage:
 
 
 def _place(component: Component, bases: Sequence[int]) -> Placed:
-    storage = max((i for i, base in enumerate(bases) if base <= component.address), default=0)
+    storage = max(bisect_right(bases, component.address) - 1, 0)
     base = bases[storage] if bases else 0
     return Placed(storage, msgspec.structs.replace(component, address=component.address - base))

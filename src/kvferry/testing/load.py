@@ -22,18 +22,29 @@ class Loaded:
     lost: int
 
 
-def crowd(requests: int, *, transport: str = "cma", limits: dict[str, float] | None = None) -> Loaded:
-    """So many requests at once: all pulls wait at the producer before the first cache is published."""
+def crowd(
+    requests: int, *, transport: str = "cma", limits: dict[str, float] | None = None, publish_first: bool = False
+) -> Loaded:
+    """So many requests at once. Unless ``publish_first`` the pulls come before the first cache is there.
+
+    A cache whose pull was refused waits for another one, until it is withdrawn here.
+    """
     producer = Ferry(Spec(role="producer", transport=transport, port=free_port(), blocks=requests, limits=limits or {}))
     consumer = Ferry(Spec(role="consumer", transport=transport, engine="d", block_tokens=16, blocks=requests))
     names = [f"load-{index}" for index in range(requests)]
     try:
         began = time.monotonic()
+        if publish_first:
+            for index, name in enumerate(names):
+                producer.tell("publish", transfer=name, tokens=16, salt=index)
         for index, name in enumerate(names):
             consumer.tell("fetch", transfer=name, tokens=16, salt=index, source=["p", producer.url])
-        for index, name in enumerate(names):
-            producer.tell("publish", transfer=name, tokens=16, salt=index)
-        return _count([producer], consumer, len(names), began)
+        if not publish_first:
+            first = consumer.find("ended", seconds=5) if limits else None
+            for index, name in enumerate(names):
+                producer.tell("publish", transfer=name, tokens=16, salt=index)
+            consumer.events[:0] = [first] if first else []
+        return _count([producer], consumer, names, began)
     finally:
         producer.close()
         consumer.close()
@@ -49,22 +60,26 @@ def many_to_one(producers: int, requests: int, *, transport: str = "cma") -> Loa
         Spec(role="consumer", transport=transport, engine="d", block_tokens=16, blocks=4 * producers * requests)
     )
     try:
-        began = time.monotonic()
+        began, names = time.monotonic(), []
         for turn in range(requests):
             for index, source in enumerate(sources):
                 name, salt = f"many-{turn}-{index}", 1000 * index + turn
+                names.append(name)
                 source.tell("publish", transfer=name, tokens=64, salt=salt)
                 consumer.tell("fetch", transfer=name, tokens=64, salt=salt, source=[source.engine, source.url])
-        return _count(sources, consumer, producers * requests, began)
+        return _count(sources, consumer, names, began)
     finally:
         for ferry in (*sources, consumer):
             ferry.close()
 
 
-def _count(producers: list[Ferry], consumer: Ferry, requests: int, began: float) -> Loaded:
+def _count(producers: list[Ferry], consumer: Ferry, names: list[str], began: float) -> Loaded:
     fates: Counter[str] = Counter()
-    for _ in range(requests):
-        end = consumer.wait("ended", seconds=120)
+    for _ in names:
+        end = consumer.wait("ended", seconds=240)
+        if end["fate"] != "done":
+            for producer in producers:
+                producer.tell("withdraw", transfer=end["transfer"])
         fates[f"{end['fate']} {end['reason']}".strip()] += 1
     seconds = time.monotonic() - began
 
