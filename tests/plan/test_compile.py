@@ -175,10 +175,10 @@ def test_pages_cut_in_the_middle_carry_the_rest_only_where_that_is_cheaper() -> 
 def test_a_class_carries_nothing_that_saves_nothing() -> None:
     """Columns are carried whole, which saves three descriptors; rows of another layer end where the request ends."""
     columns = page("l0", heads=(0, 4, 4), tokens=8, nbytes=2)
-    rows = page("l1", heads=(0, 4, 4), tokens=8, nbytes=2, order="token-major", address=4096)
+    rows = page("l1", heads=(0, 4, 4), tokens=8, nbytes=2, order="token-major", address=4096, block_stride=128)
     request = TransferRequest(0, 11, (table([1, 3]),), (table([5, 7]),))
     found = moved([worker([columns, rows])], [worker([at(columns, 10_000), at(rows, 20_000)])], request)
-    assert [(src, n) for src, _, n in found[0, 0]] == [(64, 64), (192, 64), (4096 + 64, 64), (4096 + 192, 24)]
+    assert [(src, n) for src, _, n in found[0, 0]] == [(64, 64), (192, 64), (4096 + 128, 64), (4096 + 384, 24)]
 
 
 def test_positions_before_start_are_never_written() -> None:

@@ -212,7 +212,7 @@ def test_rejects_moved_padding() -> None:
 
 
 def test_rejects_a_descriptor_across_a_seam() -> None:
-    case = BY_NAME["regions that touch"]
+    case = BY_NAME["U01 regions that touch"]
     plan = {**plan_of(case), "transfers": [{"producer": 0, "consumer": 0, "descriptors": [[0, 1000, 250]]}]}
     said = check_plan(case.producers, case.consumers, case.request, counted(plan))
     assert said == ["0 -> 0 Copy(src=0, dst=1000, nbytes=250): source outside one region"]

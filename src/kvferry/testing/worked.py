@@ -192,7 +192,7 @@ def _two_heads_on_four() -> Worked:
     small: dict[str, Any] = {"tokens": 2, "nbytes": 8, "blocks": 2}
     asked = request((0, 2), [(0, [1])], [(0, [1])])
     transfers = {(0, rank): [[32 + 16 * head, 16, 16]] for rank, head in enumerate((0, 0, 1, 1))}
-    return Worked("two heads on four ranks", _ranks(1, 2, **small), _ranks(4, 2, **small), asked, transfers)
+    return Worked("L19 two heads on four ranks", _ranks(1, 2, **small), _ranks(4, 2, **small), asked, transfers)
 
 
 def _replicas_take_turns() -> Worked:
@@ -236,7 +236,7 @@ def _conv_sections() -> Worked:
     }
     producers = [sections(0, 2, 0), sections(1, 2, 0)]
     asked = request((0, 4), [(None, [0])], [(None, [0])])
-    return Worked("sections of a convolution", producers, [sections(0, 1, 64)], asked, transfers)
+    return Worked("L20 sections of a convolution", producers, [sections(0, 1, 64)], asked, transfers)
 
 
 def _state_shards() -> Worked:
@@ -249,7 +249,7 @@ def _state_shards() -> Worked:
 
     transfers = {(p, p // 2): [[0, 16 * (p % 2), 16]] for p in range(4)}
     return Worked(
-        "state shards, tp4 to tp2",
+        "L21 state shards, tp4 to tp2",
         [shard(r, 4) for r in range(4)],
         [shard(r, 2) for r in range(2)],
         request((0, 4), [(None, [0])], [(None, [0])]),
@@ -276,7 +276,7 @@ def _context_parallel() -> Worked:
         (3, 1): [[16, 8, 8], [24, 40, 8]],
     }
     asked = request((0, 8), [(0, [1])], [(0, [0, 2])])
-    return Worked("context parallel 4 to 2", side(4), side(2), asked, transfers)
+    return Worked("L38 context parallel 4 to 2", side(4), side(2), asked, transfers)
 
 
 # ------------------------------------------------------------------------------------------------- blocks and strides
@@ -319,7 +319,7 @@ def _kernel_block_of_one() -> Worked:
     """Rows of a tensor are kernel blocks of one token: logical block 3 is at row 192."""
     side = layout([_kernel_blocks(64, 1, 4, at=0, blocks=4)], [attention(64)])
     asked = request((0, 64), [(0, [3])], [(0, [1])])
-    return Worked("kernel blocks of one token", [side], [side], asked, {(0, 0): [[192 * 4, 64 * 4, 256]]})
+    return Worked("L02 kernel blocks of one token", [side], [side], asked, {(0, 0): [[192 * 4, 64 * 4, 256]]})
 
 
 def _ratio_seventeen() -> Worked:
@@ -353,7 +353,7 @@ def _hybrid() -> Worked:
 
     asked = request((0, 8), [(0, [1, 2]), (None, [7])], [(0, [1, 2]), (None, [7])])
     runs = [[2 * 16, 4096 + 2 * 16, 4 * 16], [1024 + 700, 4096 + 1024 + 700, 100]]
-    return Worked("hybrid: rows and slots", [side(0)], [side(4096)], asked, {(0, 0): runs})
+    return Worked("L06 hybrid: rows and slots", [side(0)], [side(4096)], asked, {(0, 0): runs})
 
 
 def _hybrid_identity() -> Worked:
@@ -423,7 +423,7 @@ def _seams() -> Worked:
     whole = layout([rows(2, 125, at=1000, blocks=1)], [attention(2)], regions=[(1000, 250)])
     asked = request((0, 2), [(0, [0])], [(0, [0])])
     runs = [[0, 1000, 100], [100, 1100, 100], [200, 1200, 50]]
-    return Worked("regions that touch", [cut], [whole], asked, {(0, 0): runs})
+    return Worked("U01 regions that touch", [cut], [whole], asked, {(0, 0): runs})
 
 
 # ----------------------------------------------------------------------------------------------------------- positions
@@ -477,7 +477,7 @@ def _windows() -> list[Worked]:
     return [
         Worked("window ends at a block", side, side, edge, _runs(last[12:20], 32)),
         Worked("window ends inside", side, side, inside, window),
-        Worked("window clipped after trimming", clipped, clipped, ahead, _runs([(6, 7), (8, 9)], 32)),
+        Worked("L26 window clipped after trimming", clipped, clipped, ahead, _runs([(6, 7), (8, 9)], 32)),
     ]
 
 
@@ -489,7 +489,7 @@ def _refused() -> list[Worked]:
     wide = [layout([heads(0, 4, 4, at=0, blocks=2, tokens=2, nbytes=4)], [group])]
     index_gone = frozenset({"missing-layer", "missing-coordinates"})
     return [
-        Worked("index keys gone", [layout([kv], [group])], [layout([kv, index], [group])], asked, reasons=index_gone),
+        Worked("L54 index keys gone", [layout([kv], [group])], [layout([kv, index], [group])], asked, reasons=index_gone),
         Worked("heads gone", narrow, wide, asked, reasons=frozenset({"missing-coordinates"})),
     ]
 

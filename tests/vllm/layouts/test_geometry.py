@@ -30,7 +30,7 @@ def test_ratio_comes_from_the_rows_of_the_tensor(block: int, kernel: int) -> Non
     check_page(view, spec(block, slots=2, width=576), paging, layer="attn")
 
 
-def test_logical_rows_stay_whole_whatever_a_kernel_may_prefer() -> None:
+def test_l04_logical_rows_stay_whole_whatever_a_kernel_may_prefer() -> None:
     view = dense(7, 1, 128, 576)
     paging = paging_of(view, 7, layer="attn")
     assert paging == Paging(7, 128 * 576, 1, 0)
