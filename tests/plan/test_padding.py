@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 
 import msgspec
+import pytest
 
 from kvferry.errors import PlanError
 from kvferry.layout import Axis, BoundLayout, Component, Content, Group, bind_layout, parse_layout
@@ -62,6 +63,23 @@ def test_a_gap_that_another_layer_lives_in_is_no_padding() -> None:
     assert pair is not None
     moved = pair.bind(TransferRequest(0, 1, table, table), src=src[0].binding, dst=dst.binding, allow_padding=True)
     assert moved.nbytes.tolist() == [1000, 1000]
+
+
+@pytest.mark.parametrize("between", [10, 15, 19])
+def test_one_live_byte_anywhere_in_a_gap_is_enough(between: int) -> None:
+    parts = [page(f"l{i}", tokens=1, nbytes=n, block_stride=40, address=a)
+             for i, (a, n) in enumerate(((0, 10), (between, 1), (20, 10)))]  # fmt: skip
+    for blocks, runs in (([1], 2), ([1, 2], 3)):
+        # Blocks that follow each other are joined over the ten bytes from one to the next, and over no live byte.
+        table = (BlockTable.of(blocks, first_token=0),)
+        src = [bind_layout(worker([parts[0], parts[2]])), bind_layout(worker([parts[1]]))]
+        dst = bind_layout(worker([at(c, c.address + 4096) for c in parts]))
+        pair = compile_plan([s.placement for s in src], [dst.placement]).pair(0, 0)
+        assert pair is not None
+        request = TransferRequest(0, len(blocks), table, table)
+        moved = pair.bind(request, src=src[0].binding, dst=dst.binding, allow_padding=True)
+        assert moved.count == runs
+        assert moved.total_bytes == len(blocks) * 20 + 10 * (len(blocks) - 1)
 
 
 def test_unequal_gaps_do_not_join() -> None:

@@ -8,7 +8,7 @@ from kvferry.testing.faults.catalogue import unavailable
 CHOSEN = (
     "producer_killed:cma:during the write",
     "producer_stopped:cma:during the write",
-    "consumer_killed:cma:pull waits",
+    "consumer_killed:cma:during the write",
     "producer_restarts:mooncake:with another layout",
     "misbehaves:cma:hangs",
     "misbehaves:mooncake:lies",

@@ -81,10 +81,12 @@ class Receivers:
     async def retire(self, producer: Incarnation) -> None:
         """Destroy the engine of a life that is over and of which nothing is under way."""
         async with self._lock(producer):
+            self._locks.pop(producer, None)
             engine = self._engines.pop(producer, None)
             self._writers.pop(producer, None)
             if engine is not None:
-                self._retired.add(engine.address())
+                if engine.close_stops_peers:
+                    self._retired.add(engine.address())
                 await asyncio.to_thread(engine.close)
 
     async def close(self) -> None:

@@ -489,7 +489,9 @@ def _refused() -> list[Worked]:
     wide = [layout([heads(0, 4, 4, at=0, blocks=2, tokens=2, nbytes=4)], [group])]
     index_gone = frozenset({"missing-layer", "missing-coordinates"})
     return [
-        Worked("L54 index keys gone", [layout([kv], [group])], [layout([kv, index], [group])], asked, reasons=index_gone),
+        Worked(
+            "L54 index keys gone", [layout([kv], [group])], [layout([kv, index], [group])], asked, reasons=index_gone
+        ),
         Worked("heads gone", narrow, wide, asked, reasons=frozenset({"missing-coordinates"})),
     ]
 
