@@ -89,7 +89,8 @@ class ProducerJournal:
         totals = self._totals.pop(ended.transfer, None) or _Totals()
         self._requests.pop(ended.transfer, None)
         self._tally.ended("producer", ended.outcome)
-        logger.info(
+        logger.log(
+            level_of(ended.outcome),
             "transfer %s: %s as producer: %d bytes in %d descriptors to %d rank(s) over %s, bind %.1f ms, "
             "write %.1f ms",
             ended.transfer,
@@ -157,7 +158,8 @@ class ConsumerJournal:
         if self._report is not None:
             for rank, placement in fetched.sources.items():
                 self._report.write(self._line(fetched, rank, placement))
-        logger.info(
+        logger.log(
+            level_of(ended.outcome),
             "transfer %s: %s as consumer: positions %d to %d from %s, %d rank(s), over %s, resolve %.1f ms, "
             "wait %.1f ms",
             ended.transfer,
@@ -210,6 +212,11 @@ class ConsumerJournal:
             start=span.start,
             stop=span.stop,
         )
+
+
+def level_of(outcome: Outcome) -> int:
+    """A transfer that nobody wanted to end this way is a warning; what a client aborted is not."""
+    return logging.WARNING if outcome.fate in (Fate.FAILED, Fate.EXPIRED) else logging.INFO
 
 
 def said(outcome: Outcome) -> str:
