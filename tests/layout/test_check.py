@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import PlanError, PlanReason
-from kvferry.layout import Axis, Component, Content, Group, Layout, Region, check_layout
+from kvferry.layout import Axis, Component, Content, ContextParallel, Group, Layout, Region, check_layout
 from kvferry.testing.layouts import ONE_RANK, at, page, worker
 
 
@@ -146,3 +146,26 @@ def test_a_layer_listed_twice_is_refused() -> None:
 def test_a_huge_pool_is_checked_without_enumerating_it() -> None:
     comb = page("l0", heads=(0, 4, 4), tokens=16, nbytes=64, num_blocks=2**33, kernel_blocks=4, order="token-major")
     check_layout(worker([comb]))
+
+
+def test_interleave_is_a_multiple_of_the_tokens_of_a_row() -> None:
+    one = page("l0", tokens=8, nbytes=2, row_tokens=4)
+    for interleave, said in ((4, None), (2, "interleave 2 is no multiple of tokens_per_row 4")):
+        groups = [Group("attention", 8, context_parallel=ContextParallel(0, 2, interleave))]
+        if said is None:
+            check_layout(worker([one], groups=groups))
+            continue
+        with pytest.raises(PlanError, match=said):
+            check_layout(worker([one], groups=groups))
+
+
+def test_what_would_take_too_long_to_prove_is_refused() -> None:
+    """Two layers whose combs of bytes interleave, not in frames of one size: more runs than may be enumerated."""
+    axes = (Axis("token", 0, 1 << 21, 1 << 21, 4),)
+    combs = [
+        Component(f"l{i}", i, "kv", 0, i * 2, 2, (1 << 23) + i * 64, axes, Content(1, "x"), 1, 1 << 23, 1)
+        for i in range(2)
+    ]
+    with pytest.raises(PlanError, match="would enumerate 8388608 runs") as refused:
+        check_layout(worker(combs, groups=[Group("attention", 1 << 21)]))
+    assert refused.value.reason is PlanReason.UNSUPPORTED

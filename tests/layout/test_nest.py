@@ -2,10 +2,12 @@
 
 from itertools import product
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.layout import Loop, nest_of
+from kvferry.layout.nest import Nest
 
 loops = st.lists(st.builds(Loop, st.integers(1, 4), st.integers(1, 40)), max_size=4)
 runs = st.integers(1, 9)
@@ -36,3 +38,16 @@ def test_interleaved_combs_are_not_nested_yet_disjoint() -> None:
     comb = [Loop(2, 3), Loop(3, 2)]
     assert not nest_of(comb, 1).is_nested
     assert every_byte(comb, 1) == [0, 2, 3, 4, 5, 7]
+
+
+@pytest.mark.parametrize(
+    ("listed", "run", "folded"),
+    [
+        ([Loop(12, 768), Loop(64, 12)], 12, Nest((), 9216)),
+        ([Loop(2, 30), Loop(3, 10)], 5, Nest((Loop(6, 10),), 5)),
+        ([Loop(2, 50), Loop(1, 7), Loop(5, 10)], 10, Nest((), 100)),
+        ([Loop(2, 31), Loop(3, 10)], 5, Nest((Loop(3, 10), Loop(2, 31)), 5)),
+    ],
+)
+def test_what_is_folded(listed: list[Loop], run: int, folded: Nest) -> None:
+    assert nest_of(listed, run) == folded

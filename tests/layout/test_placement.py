@@ -27,6 +27,8 @@ def test_equal_allocations_elsewhere_are_one_placement() -> None:
     here, there = bind_layout(two_tensors(4096, 8192)), bind_layout(two_tensors(70_000, 1_000_000))
     assert here.placement == there.placement
     assert here.placement.fingerprint == there.placement.fingerprint
+    assert here.placement != here.placement.fingerprint
+    assert here.placement != bind_layout(two_tensors(4096, 4352)).placement
     assert here.binding == Binding((4096, 8192))
     assert there.binding == Binding((70_000, 1_000_000))
 

@@ -8,8 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import PlanError, PlanReason
-from kvferry.layout import Binding, BoundLayout, Component, Content, Group, Layout, Region, bind_layout, regions_of
-from kvferry.plan import BlockTable, Descriptors, TransferRequest, compile_plan, verify_descriptors
+from kvferry.layout import (
+    Binding,
+    BoundLayout,
+    Component,
+    Content,
+    ContextParallel,
+    Group,
+    Layout,
+    Region,
+    bind_layout,
+)
+from kvferry.plan import BlockTable, Descriptors, TransferRequest, compile_plan
 from kvferry.testing.layouts import at, page, side_by_side, state, worker
 
 Triples = list[tuple[int, int, int]]
@@ -170,6 +180,9 @@ def test_pages_cut_in_the_middle_carry_the_rest_only_where_that_is_cheaper() -> 
     assert one_pair(columns, at(columns, 10_000), request) == [(64, 10_320, 128)]
     rows = page("l0", heads=(0, 4, 4), tokens=8, nbytes=2, order="token-major")
     assert one_pair(rows, at(rows, 10_000), request) == [(64, 10_320, 88)]
+    for stop in (9, 14, 15, 16):
+        request = TransferRequest(0, stop, (table([1, 3]),), (table([5, 7]),))
+        assert one_pair(rows, at(rows, 10_000), request) == [(64, 10_320, 64), (192, 10_448, (stop - 8) * 8)]
 
 
 def test_a_class_carries_nothing_that_saves_nothing() -> None:
@@ -240,6 +253,50 @@ def test_partly_overlapping_producers_are_cut_into_cells() -> None:
     }
 
 
+def dealt(rank: int, base: int, interleave: int) -> Layout:
+    """A rank of two that deal out positions; rows of two tokens."""
+    share = ContextParallel(rank, 2, interleave)
+    one = page("l0", tokens=8, nbytes=2, row_tokens=2, address=base)
+    return worker([one], groups=[Group("attention", 8, context_parallel=share)])
+
+
+@pytest.mark.parametrize(("start", "stop", "missing"), [(0, 2, None), (4, 6, None), (0, 3, 2), (3, 9, 3), (5, 8, 6)])
+def test_a_context_parallel_rank_that_is_not_given_is_missed_where_it_is_needed(
+    start: int, stop: int, missing: int | None
+) -> None:
+    """Of two ranks only the first is there: positions 2, 3, 6, 7, ... are nobody's."""
+    whole = page("l0", tokens=8, nbytes=2, row_tokens=2, address=1 << 20)
+    request = TransferRequest(start, stop, (table([1, 2]),), (table([4, 5, 6, 7]),))
+    sides = [dealt(0, 0, 2)], [worker([whole])]
+    if missing is None:
+        assert len(moved(*sides, request)[0, 0]) == 1
+        return
+    with pytest.raises(PlanError, match=f"needs position {missing}, which context_parallel rank 1 of 2 holds") as error:
+        moved(*sides, request)
+    assert error.value.reason is PlanReason.MISSING_POSITIONS
+
+
+def test_a_hole_counts_only_where_the_consumer_holds_it() -> None:
+    """Rank 1 of the producers is missing; consumer rank 0 of two, dealt alike, does not need it, rank 1 does."""
+    request = TransferRequest(0, 16, (table([1, 2]),), (table([4, 5]),))
+    assert len(moved([dealt(0, 0, 4)], [dealt(0, 1 << 20, 4)], request)[0, 0]) == 1
+    with pytest.raises(PlanError, match="needs position 4,"):
+        moved([dealt(0, 0, 4)], [dealt(1, 1 << 20, 4)], request)
+    with pytest.raises(PlanError, match="needs position 2,"):
+        moved([dealt(0, 0, 2)], [dealt(0, 1 << 20, 4)], request)
+
+
+def test_too_many_units_are_refused_and_far_ones_are_not_many() -> None:
+    """Kernel blocks of two tokens with a gap between them: a unit is two tokens."""
+    count = 1 << 26
+    one = page("l0", tokens=2, nbytes=1, kernel_blocks=count, kernel_stride=3, num_blocks=1)
+    tables = (table([0]),), (table([0]),)
+    with pytest.raises(PlanError, match="67108864 units of 2 positions each"):
+        one_pair(one, at(one, 1 << 40), TransferRequest(0, 2 * count, *tables))
+    far = one_pair(one, at(one, 1 << 40), TransferRequest(2 * count - 4, 2 * count, *tables))
+    assert far == [(3 * (count - i), (1 << 40) + 3 * (count - i), 2) for i in (2, 1)]
+
+
 def test_refusals_by_layout_alone() -> None:
     p = page("l0", heads=(0, 1, 2), tokens=4, nbytes=8)
     d = page("l0", heads=(0, 2, 2), tokens=4, nbytes=8)
@@ -292,15 +349,6 @@ def test_too_many_descriptors_are_refused() -> None:
     assert pair.bind(request, src=ends[0].binding, dst=ends[1].binding, max_descriptors=3).count == 3
     with pytest.raises(PlanError, match="limit-exceeded: 3 descriptors, over the limit of 2"):
         pair.bind(request, src=ends[0].binding, dst=ends[1].binding, max_descriptors=2)
-
-
-def test_the_brute_check_finds_what_it_must() -> None:
-    ends = [bind_layout(worker([c])) for c in (page("l0", tokens=4, nbytes=8), page("l0", tokens=4, nbytes=8))]
-    regions = regions_of(ends[0].placement, ends[0].binding)
-    with pytest.raises(PlanError, match="write byte 4"):
-        verify_descriptors(Descriptors.of([0, 8], [0, 4], [8, 8]), src=regions, dst=regions)
-    with pytest.raises(PlanError, match="destination .* lies in no one region"):
-        verify_descriptors(Descriptors.of([0], [250], [8]), src=regions, dst=regions)
 
 
 def test_the_paranoid_check_is_made_when_asked_for() -> None:

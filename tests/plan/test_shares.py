@@ -1,6 +1,7 @@
 """Context parallel against a list of positions."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,11 +19,15 @@ def positions_of(share: ContextParallel, stop: int) -> list[int]:
     return [p for p in range(stop) if (p // share.interleave) % share.size == share.rank]
 
 
-@given(shares(), shares())
-def test_two_shares_meet_where_a_position_is_held_by_both(one: ContextParallel, other: ContextParallel) -> None:
-    period = one.interleave * one.size * other.interleave * other.size
-    common = set(positions_of(one, period)) & set(positions_of(other, period))
-    assert meets(one, other) == bool(common)
+SMALL = [ContextParallel(r, size, turn) for size in (1, 2, 3, 4) for turn in (1, 2, 3, 4, 6) for r in range(size)]
+
+
+@pytest.mark.parametrize("one", SMALL, ids=lambda s: f"{s.rank}of{s.size}by{s.interleave}")
+def test_two_shares_meet_where_a_position_is_held_by_both(one: ContextParallel) -> None:
+    for other in SMALL:
+        period = one.interleave * one.size * other.interleave * other.size
+        common = set(positions_of(one, period)) & set(positions_of(other, period))
+        assert meets(one, other) == bool(common), other
 
 
 def test_a_rank_that_holds_everything_meets_any() -> None:

@@ -54,6 +54,23 @@ def test_tiny_runs_are_staged_and_long_runs_are_not() -> None:
     assert "staged (direct 369" in str(choose(tiny, TCP))
 
 
+def test_seconds_of_both_forms() -> None:
+    """Two runs of 8 bytes: two long runs of at most 10, and everything copied twice."""
+    model = CostModel(alpha=2, beta=3, gamma=5, delta=7, chunk=10, step=11)
+    choice = choose(Descriptors.of([0, 100], [0, 100], [8, 8]), model)
+    assert choice.direct_seconds == 2 * 2 + 3 * 16
+    assert choice.staged_seconds == 2 * 2 + 3 * 16 + 2 * (5 * 16 + 7 * 2 + 11)
+
+
+def test_where_both_cost_the_same_nothing_is_staged() -> None:
+    free = CostModel(alpha=0, beta=0, gamma=0, delta=0, chunk=1)
+    assert choose(Descriptors.of([0], [0], [8]), free).form == "direct"
+
+
+def test_buffers_that_fit_exactly_will_do() -> None:
+    assert stage(Descriptors.of([0], [0], [8]), StagingBuffers(100, 200, 8), chunk=4).wire.count == 2
+
+
 def test_buffers_too_small_are_refused() -> None:
     with pytest.raises(PlanError, match="9 bytes to stage, over the 8"):
         stage(Descriptors.of([0], [0], [9]), StagingBuffers(100, 200, 8), chunk=4)

@@ -2,9 +2,12 @@
 
 from itertools import product
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.errors import PlanError, PlanReason
+from kvferry.plan import strands as room
 from kvferry.plan.strands import PairLoop, Shape, Strand, rows_of
 
 
@@ -48,3 +51,44 @@ def test_rows_copy_every_byte_once_and_cannot_be_joined(drawn: tuple[Strand, int
     ends = {(s + n, d + n) for s, d, n in runs}
     assert not ends & {(s, d) for s, d, _ in runs}
     assert rows.src.tolist() == sorted(rows.src.tolist())
+
+
+BLOCK = Shape((), PairLoop(4, 8, 8), 8)
+"""32 bytes."""
+
+
+@pytest.mark.parametrize(
+    ("src_storage", "src", "dst_storage", "dst", "runs"),
+    [
+        (0, 32, 0, 132, [64]),
+        (1, 32, 0, 132, [32, 32]),
+        (0, 32, 1, 132, [32, 32]),
+        (0, 33, 0, 132, [32, 32]),
+        (0, 32, 0, 133, [32, 32]),
+    ],
+)
+def test_strands_join_where_one_continues_the_other(
+    src_storage: int, src: int, dst_storage: int, dst: int, runs: list[int]
+) -> None:
+    second = Strand(BLOCK, src_storage, src, dst_storage, dst)
+    for listed in ([Strand(BLOCK, 0, 0, 0, 100), second], [second, Strand(BLOCK, 0, 0, 0, 100)]):
+        rows = rows_of(listed, 0, 4)
+        assert rows.nbytes.tolist() == runs
+        assert rows.src_storage.tolist() == sorted(rows.src_storage.tolist())
+
+
+def test_what_would_fill_the_memory_is_refused_before_it_does() -> None:
+    transposed = Shape((PairLoop(1 << 30, 2, 1 << 31),), PairLoop(1 << 10, 1 << 31, 2), 1)
+    with pytest.raises(PlanError, match="one block would need 1099511627776 descriptors") as refused:
+        rows_of([Strand(transposed, 0, 0, 0, 0)], 0, 1 << 10)
+    assert refused.value.reason is PlanReason.LIMIT_EXCEEDED
+
+
+def test_the_rows_of_all_strands_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    padded = Shape((), PairLoop(4, 9, 9), 8)
+    listed = [Strand(padded, 0, 0, 0, 0), Strand(padded, 0, 100, 0, 100)]
+    monkeypatch.setattr(room, "ROWS_LIMIT", 8)
+    assert rows_of(listed, 0, 4).count == 8
+    monkeypatch.setattr(room, "ROWS_LIMIT", 7)
+    with pytest.raises(PlanError, match="would need 8 descriptors, over 7"):
+        rows_of(listed, 0, 4)

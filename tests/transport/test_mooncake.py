@@ -33,7 +33,7 @@ def test_a_missing_package_or_library_is_named() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "TransportError: unavailable" in result.stderr
-    assert "kvferry[mooncake]" in result.stderr
+    assert "pip install mooncake-transfer-engine-non-cuda" in result.stderr
 
 
 @pytest.mark.mooncake

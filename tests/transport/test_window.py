@@ -25,25 +25,30 @@ class ScriptedEngine:
         self.threads: set[int] = set()
         self.refuse_from: int | None = None
         self.automatic = False
+        self._lock = threading.Lock()
+        """The lane's thread asks while the test's thread finishes."""
 
     def start(self, address: str, src: int, dst: int, nbytes: int) -> int | None:
         self.threads.add(threading.get_ident())
         if self.refuse_from is not None and len(self.rows) >= self.refuse_from:
             return None
-        self.rows.append((src, dst, nbytes))
-        handle = len(self.rows)
-        self.states[handle] = RowState.LANDED if self.automatic else RowState.PENDING
-        self.most_pending = max(self.most_pending, len(self.states))
-        return handle
+        with self._lock:
+            self.rows.append((src, dst, nbytes))
+            handle = len(self.rows)
+            self.states[handle] = RowState.LANDED if self.automatic else RowState.PENDING
+            self.most_pending = max(self.most_pending, len(self.states))
+            return handle
 
     def state(self, handle: int) -> RowState:
         self.threads.add(threading.get_ident())
         # A final answer frees the handle, as the real engine does: asking twice is a KeyError here, a crash there.
-        return self.states[handle] if self.states[handle] is RowState.PENDING else self.states.pop(handle)
+        with self._lock:
+            return self.states[handle] if self.states[handle] is RowState.PENDING else self.states.pop(handle)
 
     def finish(self, state: RowState, *handles: int) -> None:
-        for handle in handles or tuple(self.states):
-            self.states[handle] = state
+        with self._lock:
+            for handle in handles or tuple(self.states):
+                self.states[handle] = state
 
 
 class ManualClock:

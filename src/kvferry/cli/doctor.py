@@ -32,7 +32,9 @@ def doctor_command(  # one parameter for each option
         str | None, typer.Option(help="HOST:PORT of a 'kvferry doctor --serve': send it a marker page too.")
     ] = None,
     serve: Annotated[bool, typer.Option(help="Wait for marker pages of peers until interrupted.")] = False,
-    serve_port: Annotated[int, typer.Option(help="Port for --serve; 0 takes a free one.")] = SERVE_PORT,
+    serve_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port for --serve; 0 takes a free one.")
+    ] = SERVE_PORT,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Check protocol, addresses, ports, limits and permissions, and move a marker page through each transport."""

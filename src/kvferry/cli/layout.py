@@ -94,7 +94,7 @@ def _dump(arguments: dict[str, Any], out: Path, *, engine_id: str, kernel_block:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             ConfigReason.MISSING_DEPENDENCY,
-            "kvferry layout dump asks vLLM, which is not installed here: pip install 'kvferry[vllm]'. A running engine "
+            "kvferry layout dump asks vLLM, which is not installed here: run it where vLLM is. A running engine "
             "writes its layout by itself: set layout_dump in kv_connector_extra_config",
         )
     prepare_environment()

@@ -34,6 +34,8 @@ LISTS = ("--producer", "--consumer")
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exits."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["--version"]:
+        words[0] = "version"
     sys.stdout = sys.stdout or _nowhere()
     sys.stderr = sys.stderr or _nowhere()
     try:

@@ -1,6 +1,7 @@
 """``kvferry serve-router``: options in, one frozen configuration out, then uvicorn."""
 
 import logging
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -8,6 +9,16 @@ import uvicorn
 
 from kvferry.errors import ConfigError
 from kvferry.router import Cooldown, Decode, Patience, Prefill, RouterConfig, build_app
+
+
+class LogLevel(StrEnum):
+    """Python's names."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
 
 _PATIENCE = Patience()
 _COOLDOWN = Cooldown()
@@ -36,7 +47,7 @@ def serve_router(  # one parameter for each option
     decode_alone: Annotated[
         bool, typer.Option(help="Let decode engines compute the prompt when no prefill engine can.")
     ] = False,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: Annotated[LogLevel, typer.Option(help="How much is said.")] = LogLevel.INFO,
 ) -> None:
     """Join prefill and decode engines behind one OpenAI address."""
     try:
@@ -53,7 +64,7 @@ def serve_router(  # one parameter for each option
     except ConfigError as error:
         typer.echo(f"kvferry serve-router: {error}", err=True)
         raise typer.Exit(2) from error
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.basicConfig(level=log_level.value.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     # httpx logs every engine request at INFO; the router has its own line for each client request.
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    uvicorn.run(build_app(config), host=config.host, port=config.port, log_level=log_level, access_log=False)
+    uvicorn.run(build_app(config), host=config.host, port=config.port, log_level=log_level.value, access_log=False)

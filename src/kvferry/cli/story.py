@@ -1,5 +1,6 @@
 """``kvferry story``: what the engines of this host did with one transfer, in the words of the protocol's tables."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,6 +24,8 @@ def story_command(
     known = [answer for answer in answers if answer.events]
     if not known:
         asked = f"{len(answers)} runtimes were asked" if answers else f"no runtime answers in {directory}"
+        if not Path(directory).is_dir():
+            asked = f"there is no directory {directory}"
         typer.echo(f"kvferry story: nothing is known of {transfer}; {asked}", err=True)
         raise typer.Exit(UNKNOWN)
     typer.echo("\n\n".join(story_text(answer) for answer in known))

@@ -114,7 +114,7 @@ class SideTables:
             self._check_distinct(table.ids, f"group {place}")
         for overlay in self.overlays:
             together = np.concatenate([tables[g].ids for g in overlay])
-            self._check_distinct(together, f"groups {list(overlay)}, which overlay one storage,")
+            self._check_distinct(together, f"groups {list(overlay)}, which overlay one storage")
 
     def _check_table(self, table: BlockTable, group: Group, place: int) -> None:
         where = f"{self.side}[{place}]"
@@ -142,5 +142,5 @@ class SideTables:
         if twice.size:
             raise PlanError(
                 PlanReason.DUPLICATE_BLOCKS,
-                f"{self.side} {where} list block {int(ordered[twice[0]])} twice: a block has one owner at a time",
+                f"{self.side} {where}: block {int(ordered[twice[0]])} is listed twice: a block has one owner at a time",
             )

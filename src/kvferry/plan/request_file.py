@@ -38,9 +38,8 @@ def parse_request(data: bytes) -> TransferRequest:
     """A request from the bytes of a request file. Raises :class:`PlanError` (``invalid-request``) naming the field."""
     try:
         form = _DECODER.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-        text = "nested too deeply for a request file" if isinstance(error, RecursionError) else str(error)
-        raise InvalidRequestError(text) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequestError(str(error)) from error
     try:
         tables = [
             tuple(BlockTable.of(table.blocks, first_token=table.first_token) for table in side)

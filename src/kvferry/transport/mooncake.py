@@ -314,8 +314,8 @@ def import_fault(error: ImportError) -> TransportError:
         advice = "the Mooncake engine needs libibverbs.so.1, also for TCP: install the Debian package libibverbs1"
     elif isinstance(error, ModuleNotFoundError):
         advice = (
-            "the Mooncake engine is not installed: pip install 'kvferry[mooncake]' "
-            "(or, on CUDA hosts, mooncake-transfer-engine)"
+            "the Mooncake engine is not installed: pip install mooncake-transfer-engine-non-cuda "
+            "(on CUDA hosts, mooncake-transfer-engine)"
         )
     else:
         advice = "the Mooncake engine cannot be loaded; a shared library that it needs is missing or does not fit"

@@ -45,10 +45,10 @@ def check_exposure(deployment: Deployment, host: HostAddress, here: Sequence[Loc
     if not deployment.open_ports:
         return Finding("exposure", Verdict.OK, f"it listens on {host.ip} alone", facts=facts)
     what = " and ".join(deployment.open_ports)
-    reads = "; who reaches the engine's reads and writes all registered memory" if "Moon" in what else ""
+    reads = "; whoever reaches the engine's ports can read and write all registered memory" if "Moon" in what else ""
     where = f": {', '.join(seen)}" if seen else ", of which only loopback is up"
     return Finding(
-        "exposure", Verdict.WARNING if seen else Verdict.NOTE, f"{what} are open on every interface{where}{reads}",
+        "exposure", Verdict.WARNING if seen else Verdict.NOTE, f"open on every interface: {what}{where}{reads}",
         CLOSING if seen else "", facts,
     )  # fmt: skip
 
@@ -80,9 +80,9 @@ def _exposed(deployment: Deployment, host: HostAddress, here: Sequence[LocalAddr
         return None
     what = " and ".join(deployment.open_ports)
     if not here:
-        return f"{what} are open on every interface and the addresses of this machine cannot be listed"
+        return f"open on every interface: {what}; and the addresses of this machine cannot be listed"
     public = [f"{one.ip} on {one.interface}" for one in here if one.scope == "public"]
-    return f"{what} are open on every interface, and {', '.join(public)} is public" if public else None
+    return f"open on every interface: {what}; and {', '.join(public)} is public" if public else None
 
 
 def _check_port(name: str, ip: str, port: int) -> Finding:

@@ -20,6 +20,9 @@ MEASURED: Final = "0.3.13"
 """The version on which the transport's limits and fences were measured."""
 
 
+INSTALL = "pip install mooncake-transfer-engine-non-cuda (CUDA hosts: mooncake-transfer-engine)"
+
+
 def mooncake_version() -> str | None:
     """``distribution version``, of the one that is installed; loads nothing."""
     for name in DISTRIBUTIONS:
@@ -39,7 +42,7 @@ def check_mooncake(deployment: Deployment, host: str) -> tuple[Finding, ...]:
 def _check_version(bad: Verdict) -> Finding:
     found = mooncake_version()
     if found is None:
-        return Finding("mooncake version", bad, "no distribution of it is installed", "pip install 'kvferry[mooncake]'")
+        return Finding("mooncake version", bad, "no distribution of it is installed", INSTALL)
     if MEASURED not in found:
         said = f"{found}; kvferry's limits were measured on {MEASURED}"
         return Finding("mooncake version", Verdict.NOTE, said, facts={"version": found})
