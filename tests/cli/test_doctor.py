@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry.runtime.checkup import local_addresses
+from kvferry.testing.ports import free_port
 
 pytestmark = pytest.mark.mooncake
 
@@ -24,11 +25,6 @@ def doctor(*words: str, env: dict[str, str] | None = None) -> "subprocess.Comple
     return subprocess.run(
         [*WORDS, *words], capture_output=True, text=True, timeout=120, env=CLEAN | (env or {}), check=False
     )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def config(**options: Any) -> str:

@@ -20,6 +20,8 @@ from kvferry.layout import (
 from kvferry.layout.records import LIMIT
 from kvferry.testing.layouts import page, state, worker
 
+HEAD = Axis("head", 0, 1, 1, 8)
+
 
 @pytest.mark.parametrize(
     ("build", "said"),

@@ -20,6 +20,7 @@ from kvferry.layout import (
     bind_layout,
 )
 from kvferry.plan import BlockTable, Descriptors, TransferRequest, compile_plan
+from kvferry.plan import bind as bind_room
 from kvferry.testing.layouts import at, page, side_by_side, state, worker
 
 Triples = list[tuple[int, int, int]]
@@ -185,6 +186,26 @@ def test_pages_cut_in_the_middle_carry_the_rest_only_where_that_is_cheaper() -> 
         assert one_pair(rows, at(rows, 10_000), request) == [(64, 10_320, 64), (192, 10_448, (stop - 8) * 8)]
 
 
+def test_two_classes_are_carried_together_where_only_both_are_one_run() -> None:
+    """Each head of a page is 64 bytes of keys by column and 64 of values by row: whole, a page is one run."""
+
+    def layout(base: int) -> Layout:
+        keys = (Axis("head", 0, 2, 2, 128), Axis("dim", 0, 4, 4, 16), Axis("token", 0, 8, 8, 2))
+        values = (Axis("head", 0, 2, 2, 128), Axis("token", 0, 8, 8, 8))
+        parts = [
+            Component("l0", 0, name, 0, base + offset, 8, 256, axes, Content(nbytes, "x"), 1, 256, 1)
+            for name, offset, axes, nbytes in (("k", 0, keys, 2), ("v", 64, values, 8))
+        ]
+        return worker(parts, groups=[Group("attention", 8)])
+
+    here, there = layout(0), layout(1 << 20)
+    request = TransferRequest(0, 11, (table([1, 3]),), (table([5, 7]),))
+    far = 1 << 20
+    assert moved([here], [there], request)[0, 0] == [(256, far + 1280, 256), (768, far + 1792, 256)]
+    request = TransferRequest(3, 11, (table([1, 3]),), (table([5, 7]),))
+    assert moved([here], [there], request)[0, 0][-1] == (768, far + 1792, 256)
+
+
 def test_a_class_carries_nothing_that_saves_nothing() -> None:
     """Columns are carried whole, which saves three descriptors; rows of another layer end where the request ends."""
     columns = page("l0", heads=(0, 4, 4), tokens=8, nbytes=2)
@@ -338,6 +359,19 @@ def test_a_block_of_two_overlaid_groups_is_refused() -> None:
     assert moved([here], [there], TransferRequest(0, 4, apart, apart))[0, 0] == [(64, 4160, 32), (160, 4256, 32)]
     with pytest.raises(PlanError, match=r"duplicate-blocks.*groups \[0, 1\]"):
         moved([here], [there], TransferRequest(0, 4, (table([1]), table([1])), apart))
+
+
+def test_too_many_copies_before_the_last_join_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three layers apart and four scattered blocks: twelve."""
+    layers = side_by_side([page(f"l{i}", tokens=4, nbytes=8) for i in range(3)], base=0, gap=100)
+    away = [at(c, c.address + (1 << 20)) for c in layers]
+    request = TransferRequest(0, 16, (table([0, 2, 4, 6]),), (table([6, 4, 2, 0]),))
+    monkeypatch.setattr(bind_room, "COPIES_LIMIT", 12)
+    assert len(moved([worker(layers)], [worker(away)], request)[0, 0]) == 12
+    monkeypatch.setattr(bind_room, "COPIES_LIMIT", 11)
+    with pytest.raises(PlanError, match="3 runs in each of 4 units, over 11") as refused:
+        moved([worker(layers)], [worker(away)], request)
+    assert refused.value.reason is PlanReason.LIMIT_EXCEEDED
 
 
 def test_too_many_descriptors_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import httpx
 import pytest
 
 from kvferry.testing.openai_engine import BootstrapPeer, OpenAiEngine, wait_until
+from kvferry.testing.ports import free_port
 
 COMMAND = "import typer; from kvferry.cli.serve_router import serve_router; typer.run(serve_router)"
 
@@ -22,11 +22,6 @@ def peers():
         peer.begin_stop()
     for peer in peers:
         peer.stop()
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def is_up(url):

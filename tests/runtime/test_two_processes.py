@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from kvferry.errors import ProtocolReason
 from kvferry.ids import EngineId, RequestId, TransferId
 from kvferry.protocol import Fate, FetchEnded, Source, Span, Table, Ticket
 from kvferry.runtime import ConsumerRuntime, Fetch
+from kvferry.testing.ports import free_port
 
 from .worlds import BLOCK, LAYERS, World, local_side, options_for
 
@@ -110,12 +110,6 @@ def wait_for(found: Callable[[], object], *, seconds: float) -> object:
         assert time.monotonic() < deadline, f"not within {seconds} s"
         time.sleep(0.005)
     return result
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(params=TRANSPORTS)

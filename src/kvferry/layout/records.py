@@ -8,7 +8,6 @@ is well formed by itself. What needs two records to judge is checked in :mod:`kv
 Each of these is a frozen ``msgspec.Struct``: the file form, the wire form and the form in memory are one.
 """
 
-from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import msgspec
@@ -262,9 +261,3 @@ def _positive(values: dict[str, int], where: str) -> None:
     for field, value in values.items():
         if value < 1:
             raise InvalidLayoutError(f"{where}: {field} is {value}, must be at least 1")
-
-
-def names_of(components: Iterable[Component]) -> str:
-    """Labels of a few components for a message."""
-    labels = [c.label for c in components]
-    return ", ".join(labels[:4]) + (f" and {len(labels) - 4} more" if len(labels) > 4 else "")

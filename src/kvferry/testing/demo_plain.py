@@ -8,7 +8,6 @@ and machines are those of production; only the model is missing.
 
 import json
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from kvferry.protocol import Fate, FetchEnded, Source, Span, Table, Ticket
 from kvferry.runtime import Bootstrap, ConsumerRuntime, Fetch, Local, Publication, RuntimeOptions, new_epoch
 from kvferry.runtime import ProducerRuntime as Producer
 from kvferry.testing.marked_memory import MarkedMemory
+from kvferry.testing.ports import free_port
 from kvferry.testing.scenarios import SCENARIOS, Scenario
 from kvferry.testing.transfer_report import Transfer, wait_for_reports
 from kvferry.transport import CmaTransport, MooncakeTransport, Transport
@@ -106,7 +106,7 @@ def run_plain_demo(
 def _run(scenario: Scenario, transport: str, report: Path) -> list[Checked]:
     memory = MarkedMemory(scenario.consumer)
     transfers = {job.name: TransferId(f"demo-{secrets.token_hex(8)}") for job in scenario.jobs}
-    port = _free_port()
+    port = free_port()
     options = RuntimeOptions(host=HOST, make_transport=lambda: make_transport(transport), report=str(report))
     with _producer(scenario.name, transport, port, report) as stdin:
         stdin.write(json.dumps(transfers) + "\n")
@@ -184,12 +184,6 @@ def _table(table: BlockTable) -> Table:
 def _local(memory: MarkedMemory, engine: EngineId) -> Local:
     bound = bind_layout(memory.layout)
     return Local(Incarnation(engine, new_epoch()), MODEL, 0, bound.binding, (bound.placement,), 1, 1)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

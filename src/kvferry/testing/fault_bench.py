@@ -17,8 +17,9 @@ from typing import Self
 
 from kvferry.ids import TransferId
 from kvferry.runtime.stories import ask_stories
-from kvferry.testing.ferry_bench import Event, Ferry, free_port
+from kvferry.testing.ferry_bench import Event, Ferry
 from kvferry.testing.ferry_process import Spec
+from kvferry.testing.ports import free_port
 
 VICTIM = "victim"
 SLACK = 4

@@ -8,7 +8,6 @@ import contextlib
 import json
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -145,10 +144,3 @@ class Ferry:
                 with contextlib.suppress(json.JSONDecodeError):
                     self._lines.put(json.loads(line))
         self._lines.put(None)
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

@@ -8,8 +8,9 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from kvferry.testing.ferry_bench import Event, Ferry, free_port
+from kvferry.testing.ferry_bench import Event, Ferry
 from kvferry.testing.ferry_process import Spec
+from kvferry.testing.ports import free_port
 
 
 @dataclass(frozen=True, slots=True)

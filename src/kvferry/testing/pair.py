@@ -7,7 +7,6 @@ once: the decode side then waits.
 """
 
 import secrets
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -20,6 +19,7 @@ import msgspec
 
 from kvferry.testing.engine_wire import Answer, EngineSpec, Failed, Generate, Generation
 from kvferry.testing.engines import CALL_TIMEOUT_S, Engine, EngineError
+from kvferry.testing.ports import free_port
 
 FERRY: Final[Mapping[str, Any]] = {"kv_connector": "FerryConnector", "kv_connector_module_path": "kvferry.vllm"}
 UPSTREAM: Final[Mapping[str, Any]] = {"kv_connector": "MooncakeConnector"}
@@ -58,13 +58,6 @@ def pair_spec(
         for role, spec in sides
     ]
     return PairSpec(joined[0], joined[1], f"http://127.0.0.1:{port}")
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True, slots=True)

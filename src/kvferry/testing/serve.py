@@ -26,7 +26,8 @@ import httpx
 import msgspec
 
 from kvferry.testing.engines import CPU_ENVIRONMENT
-from kvferry.testing.pair import FERRY, free_port
+from kvferry.testing.pair import FERRY
+from kvferry.testing.ports import free_port
 
 SERVED_NAME: Final = "tiny"
 """What clients call the model."""

@@ -17,8 +17,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.testing.ferry_bench import Event, Ferry, free_port
+from kvferry.testing.ferry_bench import Event, Ferry
 from kvferry.testing.ferry_process import Spec
+from kvferry.testing.ports import free_port
 
 TIMING = {"publish": 15.0, "pull": 15.0, "orphan": 5.0}
 LIMITS = {"write_timeout": 4.0, "stop_timeout": 1.0, "fence_after": 2.0}

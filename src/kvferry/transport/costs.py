@@ -1,9 +1,9 @@
 """What each transport costs, so that a plan can say whether it had better be staged.
 
 Medians of five runs of ``make bench-costs`` on 2026-11-30: AMD EPYC, 2 shared cores, Linux 6.18, Python 3.11.7, NumPy
-2.3.5, mooncake-transfer-engine-non-cuda 0.3.13.post1 over TCP on the loopback interface; load 4 to 9. Runs differ by a
-factor of two, forms by far more where the choice matters: a descriptor of the Mooncake engine costs as much as the copy
-of 40 runs in memory. Measure anew before believing the third digit; other links (RDMA, a real network) are not in here.
+2.3.5, mooncake-transfer-engine-non-cuda 0.3.13.post1 over TCP on the loopback interface; load 2 to 3. Per descriptor
+the runs agree within 15 %, per byte within a factor of two. What decides is far larger: a descriptor of the Mooncake engine
+costs as much as the copy of 55 runs in memory. Other links (RDMA, a real network) are not in here: measure there.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from kvferry.transport.cma import CmaTransport
 from kvferry.transport.memory import MemoryTransport
 from kvferry.transport.mooncake import MAX_ROW_BYTES, MooncakeTransport
 
-_GAMMA, _DELTA, _STEP = 0.10e-9, 1.13e-6, 0.47e-3
+_GAMMA, _DELTA, _STEP = 0.08e-9, 0.87e-6, 0.36e-3
 """A copy inside one process, by the cma transport: what gather and scatter cost wherever the bytes go between them."""
 
 
@@ -24,9 +24,9 @@ def _model(alpha: float, beta: float) -> CostModel:
 
 COSTS: Mapping[str, CostModel] = MappingProxyType(
     {
-        MemoryTransport.name: _model(0.88e-6, 0.035e-9),
-        CmaTransport.name: _model(1.27e-6, 0.53e-9),
-        MooncakeTransport.name: _model(41e-6, 0.22e-9),
+        MemoryTransport.name: _model(0.76e-6, 0.030e-9),
+        CmaTransport.name: _model(0.95e-6, 0.25e-9),
+        MooncakeTransport.name: _model(48e-6, 0.53e-9),
     }
 )
 """By name of the transport; ``mooncake`` as it is over TCP."""

@@ -11,7 +11,7 @@ import zmq
 
 from kvferry.testing.fault_bench import VICTIM, FaultBench, Row, Seen
 from kvferry.testing.faults.processes import begin_write
-from kvferry.testing.ferry_bench import free_port
+from kvferry.testing.ports import free_port
 from kvferry.testing.relay import Front, Relay, Weather
 
 WEATHERS: dict[str, tuple[Weather, str]] = {
