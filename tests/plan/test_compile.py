@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import PlanError, PlanReason
 from kvferry.layout import (
+    Axis,
     Binding,
     BoundLayout,
     Component,

@@ -248,9 +248,7 @@ def _add(rows: Anchored, units: _Stretch) -> Copies:
             PlanReason.LIMIT_EXCEEDED,
             f"{rows.src.size} runs in each of {units.src.size} units, over {COPIES_LIMIT} in all: move fewer tokens",
         )
-    longest = int((rows.nbytes.max() * units.units).max())
-    extent = int(units.src[-1] - units.src[0]) + longest
-    apart = np.flatnonzero(np.diff(rows.src) >= extent) + 1
+    apart = np.flatnonzero(np.diff(rows.src) > units.src[-1] - units.src[0]) + 1
     sizes = np.diff(np.concatenate([[0], apart, [rows.src.size]]))
     even = bool((sizes == sizes[0]).all())
     band = int(sizes[0]) if even else 1

@@ -2,8 +2,9 @@
 
 Medians of five runs of ``make bench-costs`` on 2026-11-30: AMD EPYC, 2 shared cores, Linux 6.18, Python 3.11.7, NumPy
 2.3.5, mooncake-transfer-engine-non-cuda 0.3.13.post1 over TCP on the loopback interface; load 2 to 3. Per descriptor
-the runs agree within 15 %, per byte within a factor of two. What decides is far larger: a descriptor of the Mooncake engine
-costs as much as the copy of 55 runs in memory. Other links (RDMA, a real network) are not in here: measure there.
+the runs agree within 15 %, per byte within a factor of two. What decides is far larger: a descriptor of the Mooncake
+engine costs as much as the copy of 55 runs in memory. Other links (RDMA, a real network) are not in here: measure
+there.
 """
 
 from collections.abc import Mapping
