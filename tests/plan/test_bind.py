@@ -1,7 +1,9 @@
 """The fast path of the binder skips work, never does other work: held to the plain pass on random cases."""
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import msgspec
 import numpy as np
@@ -82,10 +84,8 @@ def rows_and_units(draw: st.DrawFn) -> tuple[Anchored, Places]:
     return Anchored(*columns), Places(*places)
 
 
-@settings(max_examples=500, deadline=None)
-@given(rows_and_units())
-def test_rows_times_units_are_the_maximal_runs_and_settled_only_where_they_are(drawn: tuple[Anchored, Places]) -> None:
-    rows, units = drawn
+def check_spread(rows: Anchored, units: Places) -> None:
+    """Rows at units, joined, against the maximal runs of all byte pairs; each part against the plain pass."""
     pairs = {
         (src + unit_src + i, dst + unit_dst + i)
         for src, dst, n in zip(rows.src.tolist(), rows.dst.tolist(), rows.nbytes.tolist(), strict=True)
@@ -97,8 +97,38 @@ def test_rows_times_units_are_the_maximal_runs_and_settled_only_where_they_are(d
     found = list(zip(joined.src.tolist(), joined.dst.tolist(), joined.nbytes.tolist(), strict=True))
     assert {(s + i, d + i) for s, d, n in found for i in range(n)} == pairs
     assert len(found) == sum((s - 1, d - 1) not in pairs for s, d in pairs)
+    assert [s for s, _, _ in found] == sorted(s for s, _, _ in found)
     for part in parts:
         same_after_plain_pass(part)
+
+
+@settings(max_examples=300, deadline=None)
+@given(rows_and_units())
+def test_rows_times_units_are_the_maximal_runs_and_settled_only_where_they_are(drawn: tuple[Anchored, Places]) -> None:
+    check_spread(*drawn)
+
+
+def small_nests(lengths: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
+    """Where rows and units begin: three units of the rows with every choice of gaps, then units inside rows."""
+    for gaps in product(range(2), repeat=len(lengths)):
+        rows = [sum(lengths[:i]) + sum(gaps[:i]) for i in range(len(lengths))]
+        step = sum(lengths) + sum(gaps)
+        yield rows, [0, step, 2 * step]
+    for gap, between in product(range(2), repeat=2):
+        step = max(lengths) + gap
+        far = 2 * step + max(lengths) + between
+        yield [far * i for i in range(len(lengths))], [0, step, 2 * step]
+
+
+@pytest.mark.parametrize("lengths", [x for n in (1, 2, 3) for x in product((1, 2), repeat=n)], ids=str)
+def test_all_small_nests(lengths: tuple[int, ...]) -> None:
+    """Every pair of nests for source and destination, with all three units, two of them, or all in another order."""
+    for src, dst in product(small_nests(lengths), repeat=2):
+        for order in ([0, 1, 2], [0, 2], [2, 1, 0]):
+            for other in (order, order[::-1]):
+                rows = np.array(src[0]) + 7, np.array(dst[0]) + 50, np.array(lengths)
+                units = np.array([src[1][i] for i in order]) + 3, np.array([dst[1][i] for i in other]) + 11
+                check_spread(Anchored(*rows), Places(*units))
 
 
 def test_both_nestings_of_equal_rows_are_settled() -> None:

@@ -188,23 +188,24 @@ def test_pages_cut_in_the_middle_carry_the_rest_only_where_that_is_cheaper() -> 
 
 
 def test_two_classes_are_carried_together_where_only_both_are_one_run() -> None:
-    """Each head of a page is 64 bytes of keys by column and 64 of values by row: whole, a page is one run."""
+    """Each head of a kernel block is 32 bytes of keys by column and 32 of values by row: whole, it is one run."""
 
     def layout(base: int) -> Layout:
-        keys = (Axis("head", 0, 2, 2, 128), Axis("dim", 0, 4, 4, 16), Axis("token", 0, 8, 8, 2))
-        values = (Axis("head", 0, 2, 2, 128), Axis("token", 0, 8, 8, 8))
+        keys = (Axis("head", 0, 2, 2, 64), Axis("dim", 0, 4, 4, 8), Axis("token", 0, 4, 4, 2))
+        values = (Axis("head", 0, 2, 2, 64), Axis("token", 0, 4, 4, 8))
         parts = [
-            Component("l0", 0, name, 0, base + offset, 8, 256, axes, Content(nbytes, "x"), 1, 256, 1)
-            for name, offset, axes, nbytes in (("k", 0, keys, 2), ("v", 64, values, 8))
+            Component("l0", 0, name, 0, base + offset, 8, 256, axes, Content(nbytes, "x"), 2, 128, 1)
+            for name, offset, axes, nbytes in (("k", 0, keys, 2), ("v", 32, values, 8))
         ]
         return worker(parts, groups=[Group("attention", 8)])
 
-    here, there = layout(0), layout(1 << 20)
-    request = TransferRequest(0, 11, (table([1, 3]),), (table([5, 7]),))
     far = 1 << 20
-    assert moved([here], [there], request)[0, 0] == [(256, far + 1280, 256), (768, far + 1792, 256)]
-    request = TransferRequest(3, 11, (table([1, 3]),), (table([5, 7]),))
-    assert moved([here], [there], request)[0, 0][-1] == (768, far + 1792, 256)
+    here, there = layout(0), layout(far)
+    request = TransferRequest(0, 10, (table([1, 3]),), (table([5, 7]),))
+    assert moved([here], [there], request)[0, 0] == [(256, far + 1280, 256), (768, far + 1792, 128)]
+    # Before the start nothing is carried, so there both are what is needed and no more.
+    request = TransferRequest(6, 8, (table([1]),), (table([5]),))
+    assert [n for _, _, n in moved([here], [there], request)[0, 0]] == [4, 4, 4, 4, 16, 4, 4, 4, 4, 16]
 
 
 def test_a_class_carries_nothing_that_saves_nothing() -> None:
@@ -410,6 +411,32 @@ def test_one_call_checks_and_binds_a_pair() -> None:
     assert triples(plan.bind(request, 1, 0, src=sources[1].binding, dst=binding)) == [(4096 + 64, (1 << 20) + 96, 32)]
     with pytest.raises(PlanError, match="out of range"):
         plan.bind(TransferRequest(0, 4, (table([8]),), (table([3]),)), 1, 0, src=sources[1].binding, dst=binding)
+
+
+def test_a_binding_of_another_worker_is_refused() -> None:
+    ends = [bind_layout(worker([page("l0", tokens=4, nbytes=8)])) for _ in range(2)]
+    pair = compile_plan([ends[0].placement], [ends[1].placement]).pair(0, 0)
+    assert pair is not None
+    request = TransferRequest(0, 4, (table([1]),), (table([1]),))
+    right, wrong = ends[0].binding, Binding((0, 4096))
+    for src, dst in ((wrong, right), (right, wrong)):
+        with pytest.raises(PlanError, match="2 bases, the placement 1 storages"):
+            pair.bind(request, src=src, dst=dst)
+
+
+def test_a_placement_without_memory_cannot_be_planned() -> None:
+    one = page("l0", tokens=4, nbytes=8)
+    bound, bare = bind_layout(worker([one])).placement, bind_layout(worker([one], regions=[])).placement
+    for producer, consumer, name in ((bare, bound, "producer 0"), (bound, bare, "consumer 0")):
+        with pytest.raises(PlanError, match=f"{name} has no regions"):
+            compile_plan([producer], [consumer])
+
+
+def test_all_files_of_a_side_have_equal_groups() -> None:
+    here = bind_layout(worker([page("l0", tokens=4, nbytes=8)])).placement
+    other = bind_layout(worker([page("l1", tokens=8, nbytes=8)])).placement
+    with pytest.raises(PlanError, match="groups of producer 1 are"):
+        compile_plan([here, other], [here])
 
 
 def test_a_side_needs_a_layout() -> None:

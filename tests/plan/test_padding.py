@@ -82,6 +82,17 @@ def test_one_live_byte_anywhere_in_a_gap_is_enough(between: int) -> None:
         assert moved.total_bytes == len(blocks) * 20 + 10 * (len(blocks) - 1)
 
 
+def test_what_lies_between_two_tensors_is_no_padding() -> None:
+    """The consumer has both layers in one row; the producer has two tensors in one region, and a third party between."""
+    apart = [page(f"l{i}", tokens=1, nbytes=10, num_blocks=1, address=20 * i) for i in range(2)]
+    packed = [
+        page(f"l{i}", tokens=1, nbytes=10, num_blocks=1, block_stride=40, address=4096 + 20 * i) for i in range(2)
+    ]
+    for p, d in ((apart, packed), (packed, apart)):
+        assert bound(p, d, [0], allow_padding=True).nbytes.tolist() == [10, 10]
+    assert bound(packed, [at(c, c.address + 4096) for c in packed], [0], allow_padding=True).nbytes.tolist() == [30]
+
+
 def test_unequal_gaps_do_not_join() -> None:
     p, d = rows_at([0, 1024], base=0, stride=2560), rows_at([0, 1100], base=1 << 20, stride=2560)
     assert bound(p, d, [1], allow_padding=True).nbytes.tolist() == [1000, 1000]
