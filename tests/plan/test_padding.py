@@ -83,14 +83,18 @@ def test_one_live_byte_anywhere_in_a_gap_is_enough(between: int) -> None:
 
 
 def test_what_lies_between_two_tensors_is_no_padding() -> None:
-    """The consumer has both layers in one row; the producer has two tensors in one region, and a third party between."""
-    apart = [page(f"l{i}", tokens=1, nbytes=10, num_blocks=1, address=20 * i) for i in range(2)]
-    packed = [
-        page(f"l{i}", tokens=1, nbytes=10, num_blocks=1, block_stride=40, address=4096 + 20 * i) for i in range(2)
-    ]
+    """Two layers in one row on one side; on the other two tensors of one region, and somebody else's bytes between."""
+
+    def side(base: int, blocks: int) -> list[Component]:
+        return [
+            page(f"l{i}", tokens=1, nbytes=10, num_blocks=blocks, block_stride=40, address=base + 20 * i)
+            for i in range(2)
+        ]
+
+    apart, packed, other = side(0, 1), side(4096, 2), side(8192, 2)
     for p, d in ((apart, packed), (packed, apart)):
         assert bound(p, d, [0], allow_padding=True).nbytes.tolist() == [10, 10]
-    assert bound(packed, [at(c, c.address + 4096) for c in packed], [0], allow_padding=True).nbytes.tolist() == [30]
+    assert bound(packed, other, [0], allow_padding=True).nbytes.tolist() == [30]
 
 
 def test_unequal_gaps_do_not_join() -> None:

@@ -46,7 +46,8 @@ def test_the_block_says_what_was_chosen_by_whom_and_what_the_cache_is() -> None:
     )
     assert "  group 0: attention, 16 tokens a block, window of 64" in lines
     assert any(line.startswith("  limits: published caches wait 480 s") for line in lines)
-    assert [line for line in lines if line.startswith("  warning: exposure: open on every interface: the Mooncake engine's ports")]
+    exposed = "  warning: exposure: open on every interface: the Mooncake engine's ports"
+    assert [line for line in lines if line.startswith(exposed)]
 
 
 def test_cma_has_no_engine_and_warns_of_what_does_not_apply() -> None:
