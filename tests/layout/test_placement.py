@@ -14,6 +14,7 @@ from kvferry.layout import (
     encode_placement,
     regions_of,
 )
+from kvferry.layout.placement import Placed, Span, Storage
 from kvferry.testing.layouts import at, page, side_by_side, worker
 
 
@@ -75,6 +76,25 @@ def test_a_peers_placement_is_held_to_the_memory_rule() -> None:
     wrong = Placement(placement.groups, placement.storages, (msgspec.structs.replace(placed, component=component),))
     with pytest.raises(PlanError, match="overlapping-memory"):
         decode_placement(encode_placement(wrong))
+
+
+def test_a_peers_placement_names_storages_that_it_has() -> None:
+    placement = bind_layout(two_tensors(4096, 8192)).placement
+    for storage in (2, 3):
+        placed = (placement.placed[0], msgspec.structs.replace(placement.placed[1], storage=storage))
+        wrong = Placement(placement.groups, placement.storages, placed)
+        with pytest.raises(PlanError, match=f"storage {storage} of 2"):
+            decode_placement(encode_placement(wrong))
+
+
+def test_a_peers_placement_is_in_canonical_form() -> None:
+    """Two tensors that move independently, told as one storage: the binding would have to keep their distance."""
+    apart = bind_layout(two_tensors(0, 8192)).placement
+    spans = (Span(0, 256), Span(8192, 256))
+    second = apart.placed[1].component
+    placed = (apart.placed[0], Placed(0, msgspec.structs.replace(second, address=8192)))
+    with pytest.raises(PlanError, match="not in canonical form"):
+        decode_placement(encode_placement(Placement(apart.groups, (Storage("cpu", spans),), placed)))
 
 
 def test_overlays_name_groups_whose_ranges_meet() -> None:

@@ -134,9 +134,9 @@ def test_all_small_nests(lengths: tuple[int, ...]) -> None:
 def test_both_nestings_of_equal_rows_are_settled() -> None:
     """Layers apart with scattered blocks, and rows of a packed block: what the last pass costs is saved."""
     rows = np.array([0, 1000, 2000], dtype=np.int64)
-    layers = Anchored(rows, rows, np.full(3, 10, dtype=np.int64))
+    layers = Anchored(rows + 5000, rows + 100, np.full(3, 10, dtype=np.int64))
     scattered = Places(np.array([40, 0, 80], dtype=np.int64), np.array([0, 80, 40], dtype=np.int64))
-    far = Places(np.array([90_000, 0], dtype=np.int64), np.array([0, 90_000], dtype=np.int64))
+    far = Places(np.array([3000, 0, 9000, 6000], dtype=np.int64), np.array([0, 3000, 6000, 9000], dtype=np.int64))
     for units in (scattered, far):
         [part] = spread_rows(layers, units)
         assert part.settled

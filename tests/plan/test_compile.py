@@ -187,6 +187,16 @@ def test_pages_cut_in_the_middle_carry_the_rest_only_where_that_is_cheaper() -> 
         assert one_pair(rows, at(rows, 10_000), request) == [(64, 10_320, 64), (192, 10_448, (stop - 8) * 8)]
 
 
+@pytest.mark.parametrize(("start", "stop"), [(0, 20), (5, 20), (8, 20)])
+def test_what_lies_before_a_window_is_carried_where_that_is_cheaper(start: int, stop: int) -> None:
+    """Window 6: positions 14 to 19. Columns of a whole block are one run; none of its positions is before start."""
+    groups = [Group("attention", 8, sliding_window=6)]
+    columns = page("l0", heads=(0, 4, 4), tokens=8, nbytes=2)
+    here, there = (worker([c], groups=groups) for c in (columns, at(columns, 10_000)))
+    request = TransferRequest(start, stop, (table([0, 2, 4]),), (table([1, 3, 5]),))
+    assert moved([here], [there], request)[0, 0] == [(128, 10_192, 64), (256, 10_320, 64)]
+
+
 def test_two_classes_are_carried_together_where_only_both_are_one_run() -> None:
     """Each head of a kernel block is 32 bytes of keys by column and 32 of values by row: whole, it is one run."""
 

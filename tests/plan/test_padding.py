@@ -82,6 +82,53 @@ def test_one_live_byte_anywhere_in_a_gap_is_enough(between: int) -> None:
         assert moved.total_bytes == len(blocks) * 20 + 10 * (len(blocks) - 1)
 
 
+def test_a_live_byte_counts_wherever_in_its_component_it_is() -> None:
+    """The second head of layer 1, from another producer, lies between layers 0 and 2."""
+    two_heads = (Axis("head", 0, 2, 2, 24), Axis("token", 0, 1, 1, 4))
+    parts = [
+        page("l0", tokens=1, nbytes=10, block_stride=40, address=10),
+        Component("l1", 1, "kv", 0, 0, 8, 40, two_heads, Content(4, "x"), 1, 40, 1),
+        page("l2", tokens=1, nbytes=10, block_stride=40, address=30),
+    ]
+    src = [bind_layout(worker([parts[0], parts[2]])), bind_layout(worker([parts[1]]))]
+    dst = bind_layout(worker([at(c, c.address + 4096) for c in parts]))
+    pair = compile_plan([s.placement for s in src], [dst.placement]).pair(0, 0)
+    assert pair is not None
+    table = (BlockTable.of([1], first_token=0),)
+    moved = pair.bind(TransferRequest(0, 1, table, table), src=src[0].binding, dst=dst.binding, allow_padding=True)
+    assert moved.nbytes.tolist() == [10, 10]
+
+
+def test_blocks_of_two_strides_have_no_frames() -> None:
+    """Layer 0 steps by 90 bytes, layer 1 by 40: between what moves lie blocks that are not listed."""
+
+    def side(base: int) -> list[Component]:
+        return [
+            page("l0", tokens=1, nbytes=10, num_blocks=3, block_stride=90, address=base),
+            page("l1", tokens=1, nbytes=10, num_blocks=3, block_stride=40, address=base + 20),
+        ]
+
+    moved = bound(side(0), side(4096), [0, 2], allow_padding=True)
+    assert moved.src.tolist() == [0, 20, 100, 180]
+    assert moved.nbytes.tolist() == [10] * 4
+
+
+def test_blocks_that_reach_into_each_other_have_no_frames() -> None:
+    """Combs of two heads, 12 bytes apart in blocks of 8: between blocks 1 and 2 lies the second head of block 0."""
+
+    def comb(first: int, count: int, base: int) -> Component:
+        axes = (Axis("head", first, count, 2, 12), Axis("token", 0, 1, 1, 4))
+        return Component("l0", 0, "kv", 0, base, 4, 8, axes, Content(4, "x"), 1, 8, 1)
+
+    src = [bind_layout(worker([comb(head, 1, 4096 * head)])) for head in range(2)]
+    dst = bind_layout(worker([comb(0, 2, 1 << 20)]))
+    pair = compile_plan([s.placement for s in src], [dst.placement]).pair(0, 0)
+    assert pair is not None
+    table = (BlockTable.of([1, 2], first_token=0),)
+    moved = pair.bind(TransferRequest(0, 2, table, table), src=src[0].binding, dst=dst.binding, allow_padding=True)
+    assert moved.nbytes.tolist() == [4, 4]
+
+
 def test_what_lies_between_two_tensors_is_no_padding() -> None:
     """Two layers in one row on one side; on the other two tensors of one region, and somebody else's bytes between."""
 
