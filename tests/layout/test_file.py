@@ -82,13 +82,31 @@ def test_an_unknown_field_is_named() -> None:
 def test_a_nested_bomb_is_refused() -> None:
     with pytest.raises(PlanError, match="invalid-layout"):
         parse_layout(b"[" * 200_000)
-    with pytest.raises(PlanError, match="invalid-layout"):
+    with pytest.raises(PlanError, match="invalid-layout: nested too deeply"):
         parse_layout(b'{"engine_id":' + b'{"a":' * 200_000)
 
 
-def test_another_version_is_refused() -> None:
-    with pytest.raises(PlanError, match="kvferry.layout/2"):
-        parse_layout(changed(("format",), "kvferry.layout/2"))
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (
+            "kvferry.layout/2",
+            r"this layout file is of version 2 \(kvferry.layout/2\); this kvferry reads kvferry.layout/1$",
+        ),
+        (
+            "kvferry.request/1",
+            r"this is a request file \(kvferry.request/1\); a layout file \(kvferry.layout/1\) is wanted",
+        ),
+        ("kvferry.plan/1", r"this is a plan file"),
+        ("KVFERRY.layout/1", r"\$.format is 'KVFERRY.layout/1': this is no file of kvferry's; a layout file"),
+        ("x" * 1000, r"\$.format is 'x{64}': this is no file"),
+    ],
+)
+def test_another_kind_of_file_is_named(found: str, said: str) -> None:
+    with pytest.raises(PlanError, match=f"^invalid-layout: {said}"):
+        parse_layout(changed(("format",), found))
+    with pytest.raises(PlanError, match=f"^invalid-layout: {said}"):
+        parse_layout(json.dumps({"format": found}).encode())
 
 
 @pytest.mark.parametrize("memory", ["gpu", "cuda", "cuda:x", "cpu ", ""])

@@ -14,7 +14,7 @@ from kvferry.layout import (
     encode_placement,
     regions_of,
 )
-from kvferry.layout.placement import Placed, Span, Storage
+from kvferry.layout.placement import Placed, Span, Storage, extents_of
 from kvferry.testing.layouts import at, page, side_by_side, worker
 
 
@@ -37,7 +37,7 @@ def test_equal_allocations_elsewhere_are_one_placement() -> None:
 def test_touching_regions_share_a_storage() -> None:
     bound = bind_layout(two_tensors(4096, 4352))
     assert bound.binding == Binding((4096,))
-    assert bound.placement.storages[0].seams == (256,)
+    assert extents_of(bound.placement, bound.binding).seams.tolist() == [4352]
     assert [p.component.address for p in bound.placement.placed] == [0, 256]
 
 
@@ -46,7 +46,16 @@ def test_regions_spanned_by_one_component_share_a_storage() -> None:
     bound = bind_layout(worker([component], regions=[Region(0, 8), Region(100, 8), Region(200, 8), Region(500, 8)]))
     assert bound.binding == Binding((0, 500))
     assert [span.offset for span in bound.placement.storages[0].spans] == [0, 100, 200]
-    assert bound.placement.storages[0].seams == ()
+    assert extents_of(bound.placement, bound.binding).seams.tolist() == []
+
+
+@pytest.mark.parametrize("gap", [0, 36])
+def test_a_component_in_two_memories_is_refused(gap: int) -> None:
+    """Whether its second block lies right behind the first memory, or further away."""
+    component = page("l0", tokens=4, nbytes=16, num_blocks=2, block_stride=64 + gap)
+    regions = [Region(0, 64, "cpu"), Region(64 + gap, 64, "cuda:0")]
+    with pytest.raises(PlanError, match=r"unsupported: one component spans regions of \['cpu', 'cuda:0'\]"):
+        bind_layout(worker([component], regions=regions))
 
 
 @pytest.mark.parametrize("layout", [two_tensors(4096, 8192), two_tensors(4096, 4352)])
@@ -61,6 +70,35 @@ def test_regions_come_back_from_placement_and_binding() -> None:
     assert regions_of(bound.placement, bound.binding) == layout.regions
     with pytest.raises(PlanError, match="1 bases, the placement 2 storages"):
         regions_of(bound.placement, Binding((4096,)))
+
+
+def test_a_binding_under_which_regions_meet_is_refused() -> None:
+    """A peer sends the bases of its memory: two storages of one placement cannot lie on one byte."""
+    placement = bind_layout(two_tensors(4096, 8192)).placement
+    for bases in ((4096, 4351), (4351, 4096), (4096, 4096)):
+        with pytest.raises(PlanError, match=r"invalid-layout.*\[4096, 4352\].*overlap"):
+            regions_of(placement, Binding(bases))
+    limit = 2**63 - 1
+    assert regions_of(placement, Binding((limit - 256, 0)))[0].stop == limit
+    with pytest.raises(PlanError, match="reaches past"):
+        regions_of(placement, Binding((limit - 255, 0)))
+
+
+def test_seams_are_where_regions_touch_whatever_storage_they_are_of() -> None:
+    placement = bind_layout(two_tensors(4096, 8192)).placement
+    for bases, seams in (((4096, 4352), [4352]), ((4352, 4096), [4352]), ((4096, 4353), [])):
+        assert extents_of(placement, Binding(bases)).seams.tolist() == seams
+
+
+def test_a_storage_without_regions_is_refused() -> None:
+    placement = bind_layout(two_tensors(4096, 8192)).placement
+    with pytest.raises(PlanError, match="at least one region"):
+        Storage("cpu", ())
+    data = encode_placement(placement).replace(
+        msgspec.msgpack.encode(placement.storages[0]), b"\x82\xa6memory\xa3cpu\xa5spans\x90"
+    )
+    with pytest.raises(PlanError, match="at least one region"):
+        decode_placement(data)
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"\x91" * 4000, b"\xff" * 100])

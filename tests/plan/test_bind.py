@@ -140,6 +140,43 @@ def test_both_nestings_of_equal_rows_are_settled() -> None:
     for units in (scattered, far):
         [part] = spread_rows(layers, units)
         assert part.settled
+        # What counts is how far units reach, not where they are.
+        [moved] = spread_rows(layers, Places(units.src + 10**6, units.dst + 10**7))
+        assert moved.settled
+
+
+def test_columns_that_touch_on_one_side_are_settled_too() -> None:
+    """Rows, and blocks, that follow each other without a gap at the source but not at the destination, and back."""
+    close, wide = np.arange(3, dtype=np.int64) * 10, np.arange(3, dtype=np.int64) * 1000
+    tens = np.full(3, 10, dtype=np.int64)
+    for rows, units in (
+        (Anchored(close, wide, tens), Places(close * 3, close)),  # a unit's rows touch, and so do units
+        (Anchored(wide, close, tens), Places(wide * 3, close * 3)),
+        (Anchored(close * 3, wide, tens), Places(close, close[::-1].copy())),  # a row's units touch, and so do rows
+        (Anchored(close * 3, close * 3, tens), Places(close, wide)),
+    ):
+        [part] = spread_rows(rows, units)
+        assert part.settled
+        check_spread(rows, units)
+
+
+def test_rows_that_alternate_with_units_are_left_to_the_last_pass() -> None:
+    """Two rows in every unit and one far away: neither nest, so nothing is known before they are sorted."""
+    rows = np.array([0, 20, 9000], dtype=np.int64)
+    apart = Anchored(rows, rows * 3, np.full(3, 10, dtype=np.int64))
+    units = Places(np.array([0, 50, 100], dtype=np.int64), np.array([0, 500, 1000], dtype=np.int64))
+    [part] = spread_rows(apart, units)
+    assert not part.settled
+    check_spread(apart, units)
+
+
+def test_bands_of_rows_are_written_in_order_of_source() -> None:
+    """Layers far apart with two rows each: sorted as written, so that the last pass need not sort."""
+    rows = np.array([0, 20, 9000, 9020], dtype=np.int64)
+    pairs = Anchored(rows, rows * 3, np.full(4, 10, dtype=np.int64))
+    units = Places(np.array([50, 0, 100], dtype=np.int64), np.array([0, 500, 1000], dtype=np.int64))
+    [part] = spread_rows(pairs, units)
+    assert part.src.tolist() == [0, 20, 50, 70, 100, 120, 9000, 9020, 9050, 9070, 9100, 9120]
 
 
 def test_what_is_settled_is_passed_on_as_it_is() -> None:

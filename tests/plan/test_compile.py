@@ -17,11 +17,13 @@ from kvferry.layout import (
     ContextParallel,
     Group,
     Layout,
+    Placement,
     Region,
     bind_layout,
 )
 from kvferry.plan import BlockTable, Descriptors, TransferRequest, compile_plan
 from kvferry.plan import bind as bind_room
+from kvferry.plan import strands as strands_room
 from kvferry.testing.layouts import at, page, side_by_side, state, worker
 
 Triples = list[tuple[int, int, int]]
@@ -156,6 +158,28 @@ def test_l27_l28_positions_pair_blocks_never_counts() -> None:
     assert one_pair(big, at(big, 100_000), request) == [(31 * 64, 100_000 + 5 * 64, 64)]
 
 
+def test_blocks_for_tokens_to_come_are_not_touched() -> None:
+    """Look-ahead blocks of either side, and a token that a proxy added on one: the range says what moves."""
+    one = page("l0", tokens=16, nbytes=1, num_blocks=40)
+    plain = TransferRequest(0, 17, (table([10, 11]),), (table([20, 21]),))
+    expected = [(160, 10_320, 17)]
+    assert one_pair(one, at(one, 10_000), plain) == expected
+    for producer, consumer in (([10, 11], [20, 21, 22, 23]), ([10, 11, 12], [20, 21]), ([10, 11, 12], [20, 21, 22])):
+        request = TransferRequest(0, 17, (table([*producer]),), (table([*consumer]),))
+        assert one_pair(one, at(one, 10_000), request) == expected
+
+
+@pytest.mark.parametrize(("stop", "entry"), [(16, 0), (17, 1), (32, 1), (33, 2)])
+def test_a_state_is_that_of_its_last_token(stop: int, entry: int) -> None:
+    """An engine that computes the last token again wants the state before it: after 16 of 17 tokens, of entry 0."""
+    one = state("l0", nbytes=8, num_blocks=40)
+    here, there = (worker([at(one, base)], groups=[Group("state", 16)]) for base in (0, 10_000))
+    request = TransferRequest(0, stop, (table([10, 11, 12]),), (table([20, 21, 22]),))
+    assert moved([here], [there], request) == {(0, 0): [((10 + entry) * 8, 10_000 + (20 + entry) * 8, 8)]}
+    alone = TransferRequest(0, stop, (table([10, 11, 12]),), (table([5], None),))
+    assert moved([here], [there], alone) == {(0, 0): [((10 + entry) * 8, 10_040, 8)]}
+
+
 def test_missing_positions_are_refused_and_nothing_is_planned() -> None:
     one = page("l0", tokens=16, nbytes=1)
     request = TransferRequest(0, 64, (table([1, 2, None, 4]),), (table([1, 2, 3, 4]),))
@@ -185,6 +209,28 @@ def test_pages_cut_in_the_middle_carry_the_rest_only_where_that_is_cheaper() -> 
     for stop in (9, 14, 15, 16):
         request = TransferRequest(0, stop, (table([1, 3]),), (table([5, 7]),))
         assert one_pair(rows, at(rows, 10_000), request) == [(64, 10_320, 64), (192, 10_448, (stop - 8) * 8)]
+
+
+@pytest.mark.parametrize(("limit", "carried"), [(1, True), (0, False)])
+def test_units_of_very_many_runs_carry_nothing(limit: int, carried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether carrying would save anything is not counted past a limit: then exactly the needed rows move."""
+    monkeypatch.setattr(bind_room, "CARRIED_RUNS_LIMIT", limit)
+    columns = page("l0", heads=(0, 4, 4), tokens=8, nbytes=2)
+    request = TransferRequest(0, 11, (table([1, 2]),), (table([5, 6]),))
+    exact = [(64, 10_320, 70), *((128 + head * 16, 10_384 + head * 16, 6) for head in (1, 2, 3))]
+    assert one_pair(columns, at(columns, 10_000), request) == ([(64, 10_320, 128)] if carried else exact)
+
+
+def test_a_part_of_a_unit_moves_though_the_whole_would_be_too_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused is what moves: eight runs in a unit are over the limit, two of them are not."""
+    monkeypatch.setattr(strands_room, "ROWS_LIMIT", 7)
+    monkeypatch.setattr(bind_room, "CARRIED_RUNS_LIMIT", 7)
+    here = page("l0", heads=(0, 2, 2), tokens=4, nbytes=8)
+    there = page("l0", heads=(0, 2, 2), tokens=4, nbytes=8, order="token-major", address=10_000)
+    part = TransferRequest(0, 1, (table([1]),), (table([2]),))
+    assert one_pair(here, there, part) == [(64, 10_128, 8), (96, 10_136, 8)]
+    with pytest.raises(PlanError, match="limit-exceeded: one block would need 8 descriptors, over 7"):
+        one_pair(here, there, TransferRequest(0, 4, (table([1]),), (table([2]),)))
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 20), (5, 20), (8, 20)])
@@ -260,6 +306,23 @@ def test_seams_cut_descriptors_and_only_there() -> None:
     assert moved([here], [there], request)[0, 0] == [(0, 1000, 90), (90, 1090, 40), (130, 1130, 270)]
 
 
+@pytest.mark.parametrize("kinds", [("cpu", "cpu"), ("cpu", "cuda:0"), ("cuda:0", "cuda:1")])
+def test_touching_regions_are_a_seam_whatever_memory_they_are_of(kinds: tuple[str, str]) -> None:
+    """Two layers one behind the other on both sides: one run of bytes, but in two regions."""
+    layers = side_by_side([page(f"l{i}", tokens=4, nbytes=8, num_blocks=1) for i in range(2)], base=0)
+
+    def here(base: int) -> Layout:
+        regions = [Region(base, 32, kinds[0]), Region(base + 32, 32, kinds[1])]
+        return worker([at(c, base + c.address) for c in layers], regions=regions)
+
+    request = TransferRequest(0, 4, (table([0]),), (table([0]),))
+    one = worker([at(c, 8192 + c.address) for c in layers], regions=[Region(8192, 64)])
+    cut = [(4096, 8192, 32), (4128, 8224, 32)]
+    assert moved([here(4096)], [here(8192)], request)[0, 0] == cut
+    assert moved([here(4096)], [one], request)[0, 0] == cut
+    assert [n for _, _, n in moved([one], [here(4096)], request)[0, 0]] == [32, 32]
+
+
 def test_replicas_share_the_load_and_every_consumer_is_served_once() -> None:
     mla = page("l0", tokens=4, nbytes=8)
     producers = [worker([at(mla, 1000 * i)]) for i in range(2)]
@@ -317,6 +380,29 @@ def test_a_hole_counts_only_where_the_consumer_holds_it() -> None:
         moved([dealt(0, 0, 4)], [dealt(1, 1 << 20, 4)], request)
     with pytest.raises(PlanError, match="needs position 2,"):
         moved([dealt(0, 0, 2)], [dealt(0, 1 << 20, 4)], request)
+
+
+def test_ranks_that_a_consumer_shares_no_position_with_are_no_holes() -> None:
+    """Producer rank 1 is missing: dealt alike, it has nothing for consumer rank 0; dealt two by two, it has."""
+    placements = [bind_layout(dealt(0, 0, interleave)).placement for interleave in (4, 2)]
+    for producer, unserved in ((placements[0], []), (placements[1], [ContextParallel(1, 2, 2)])):
+        found = compile_plan([producer], [placements[0]]).assignment.holes[0]
+        assert [hole.share for hole in found] == unserved
+
+
+def test_context_parallel_sizes_have_a_limit() -> None:
+    """Each rank of the producers is looked for, so their number is bounded; 4,096 are allowed."""
+
+    def rank(size: int) -> Placement:
+        share = ContextParallel(0, size, 1)
+        return bind_layout(
+            worker([page("l0", tokens=1, nbytes=8)], groups=[Group("attention", 1, None, None, share)])
+        ).placement
+
+    whole = bind_layout(worker([page("l0", tokens=1, nbytes=8)])).placement
+    assert len(compile_plan([rank(4096)], [whole]).assignment.holes[0]) == 4095
+    with pytest.raises(PlanError, match="unsupported: context_parallel size 4097 is over the limit of 4096"):
+        compile_plan([rank(4097)], [whole])
 
 
 def test_too_many_units_are_refused_and_far_ones_are_not_many() -> None:
@@ -398,17 +484,19 @@ def test_too_many_descriptors_are_refused() -> None:
 
 
 def test_the_paranoid_check_is_made_when_asked_for() -> None:
-    """Two storages bound to one address: nothing that a placement can show, and every byte of it written twice."""
+    """A placement that nobody has checked: two layers on one address, and every byte of it written twice."""
     parts = [page(f"l{i}", tokens=4, nbytes=8, num_blocks=2, address=i * 4096) for i in range(2)]
-    regions = [Region(0, 64), Region(4096, 64)]
-    src, dst = (bind_layout(worker(parts, regions=regions)) for _ in range(2))
-    pair = compile_plan([src.placement], [dst.placement]).pair(0, 0)
+    src, dst = (bind_layout(worker(parts, regions=[Region(0, 64), Region(4096, 64)])) for _ in range(2))
+    first, second = dst.placement.placed
+    unchecked = Placement(
+        dst.placement.groups, dst.placement.storages, (first, msgspec.structs.replace(second, storage=0))
+    )
+    pair = compile_plan([src.placement], [unchecked]).pair(0, 0)
     assert pair is not None
     request = TransferRequest(0, 4, (table([1]),), (table([1]),))
-    twice = Binding((1 << 20, 1 << 20))
-    assert pair.bind(request, src=src.binding, dst=twice).count == 2
+    assert pair.bind(request, src=src.binding, dst=dst.binding).count == 2
     with pytest.raises(PlanError, match="two descriptors write byte"):
-        pair.bind(request, src=src.binding, dst=twice, verify="paranoid")
+        pair.bind(request, src=src.binding, dst=dst.binding, verify="paranoid")
 
 
 def test_one_call_checks_and_binds_a_pair() -> None:

@@ -215,6 +215,36 @@ def check_padding(plan: Plan, ends: Sides, request: TransferRequest) -> int:
     return saved
 
 
+@pytest.mark.parametrize("at_origin", [True, False])
+def test_a_gap_that_begins_or_ends_with_a_cluster_is_not_in_its_frames(at_origin: bool) -> None:
+    """At the producer the bytes between the two runs begin, or end, with those of a layer that nobody reads.
+
+    They are of one cluster with one of the runs; the other run touches that cluster from outside.
+    """
+
+    def part(layer: str, address: int, *, blocks: int, group: int = 0) -> Component:
+        stride = 16 if blocks == 1 else 128
+        return page(layer, tokens=1, nbytes=16, num_blocks=blocks, block_stride=stride, address=address, group=group)
+
+    if at_origin:  # a at 0..16; behind it a cluster of b, from 16 on, and c, from 40 on
+        sources = [part("a", 0, blocks=1), part("b", 16, blocks=2, group=1), part("c", 40, blocks=2, group=1)]
+        ids, gap = (0, 0), 24
+    else:  # a cluster of a and b that ends with block 1 of b, at 184; there c begins
+        sources = [part("a", 0, blocks=2), part("b", 40, blocks=2), part("c", 184, blocks=1, group=1)]
+        ids, gap = (1, 0), 40
+    base = 1 << 20
+    targets = [part("a", base, blocks=2), part("c", base + 16 + gap, blocks=2)]
+    groups = [Group("attention", 1), Group("attention", 1)]
+    src = bind_layout(worker(sources, groups=groups))
+    dst = bind_layout(worker(targets))
+    pair = compile_plan([src.placement], [dst.placement]).pair(0, 0)
+    assert pair is not None
+    tables = tuple(BlockTable.of([number], first_token=0) for number in ids)
+    request = TransferRequest(0, 1, tables, (BlockTable.of([1], first_token=0),))
+    moved = pair.bind(request, src=src.binding, dst=dst.binding, allow_padding=True)
+    assert moved.nbytes.tolist() == [16, 16]
+
+
 def test_random_cases_write_padding_of_listed_blocks_only() -> None:
     saved = []
     for seed in range(400):
@@ -231,7 +261,7 @@ def test_random_cases_write_padding_of_listed_blocks_only() -> None:
         except PlanError:
             continue
     assert min(saved) >= 0
-    assert sum(1 for count in saved if count) > 5
+    assert sum(1 for count in saved if count) >= 5
 
 
 def test_the_gap_of_two_groups_that_share_frames_is_looked_at_block_by_block() -> None:

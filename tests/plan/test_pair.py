@@ -5,7 +5,7 @@ import pytest
 from kvferry.layout import Component, ContextParallel, Group, bind_layout
 from kvferry.plan import compile_plan
 from kvferry.plan import pair as room
-from kvferry.plan.pair import ONE_PLACE, ClassPlan, class_key
+from kvferry.plan.pair import ClassPlan, class_key
 from kvferry.testing.layouts import at, page, side_by_side, state, worker
 
 
@@ -35,7 +35,7 @@ def test_the_largest_unit(src: Component, dst: Component, rows: int, whole: tupl
     groups = [Group("attention", c.pages * c.token_axis.count * c.row_tokens) for c in (src, dst) if c.token_axis]
     key = class_key(src, dst, (groups[0], groups[1]))
     assert (key.unit_rows, key.unit_tokens) == (rows, rows * src.row_tokens)
-    assert (key.src.unit_map == ONE_PLACE, key.dst.unit_map == ONE_PLACE) == whole
+    assert (key.src.unit_map is None, key.dst.unit_map is None) == whole
 
 
 def test_an_interleave_cuts_units() -> None:

@@ -26,7 +26,17 @@ def test_what_is_written_is_read_again() -> None:
     ("text", "said"),
     [
         ("[" * 100_000, "Expected `object`, got `array`"),
-        ('{"tokens": ' + "[" * 100_000, r"got `array` - at `\$.tokens`"),
+        ('{"tokens": ' + "[" * 100_000, "nested too deeply"),
+        ('{"format": "kvferry.request/1", "tokens": []}', r"got `array` - at `\$.tokens`"),
+        (
+            '{"format": "kvferry.layout/1"}',
+            r"^invalid-request: this is a layout file \(kvferry.layout/1\); a request file",
+        ),
+        (
+            '{"format": "kvferry.request/2"}',
+            r"this request file is of version 2 \(kvferry.request/2\); this kvferry reads",
+        ),
+        ('{"format": "request"}', r"\$.format is 'request': this is no file of kvferry's"),
         ("{", "truncated"),
         (
             '{"format": "kvferry.request/1", "tokens": {"start": 0}, "producer": [], "consumer": []}',

@@ -31,7 +31,8 @@ ENUMERATION_LIMIT = 4_000_000
 def check_layout(layout: Layout) -> None:
     """Raise :class:`PlanError` unless ``layout`` is consistent, obeys the memory rule and lies in its regions."""
     check_consistency(layout)
-    areas = areas_of(layout.regions)
+    # Bytes that lie in two memories are refused where storages are made, by another name.
+    areas = areas_of(layout.regions, across_memories=True)
     for component in layout.components:
         if layout.regions:
             _check_inside(component, areas)
@@ -112,8 +113,8 @@ class Area:
         return self.regions[-1].stop
 
 
-def areas_of(regions: Sequence[Region]) -> tuple[Area, ...]:
-    """Touching regions joined, in order of address; regions that overlap are refused."""
+def areas_of(regions: Sequence[Region], *, across_memories: bool = False) -> tuple[Area, ...]:
+    """Touching regions (of one memory) joined, in order of address; regions that overlap are refused."""
     areas: list[list[Region]] = []
     for region in sorted(regions, key=lambda r: r.address):
         last = areas[-1][-1] if areas else None
@@ -122,7 +123,8 @@ def areas_of(regions: Sequence[Region]) -> tuple[Area, ...]:
                 f"regions [{last.address}, {last.stop}) and [{region.address}, {region.stop}) overlap: "
                 "regions are disjoint"
             )
-        if last is not None and region.address == last.stop and region.memory == last.memory:
+        touches = last is not None and region.address == last.stop
+        if touches and (across_memories or region.memory == areas[-1][-1].memory):
             areas[-1].append(region)
         else:
             areas.append([region])

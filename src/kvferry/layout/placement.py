@@ -15,11 +15,14 @@ from functools import cached_property
 from hashlib import sha256
 
 import msgspec
+import numpy as np
 
 from kvferry.errors import PlanError, PlanReason
 from kvferry.ids import Fingerprint
 from kvferry.layout.check import Area, areas_of, check_layout, clusters_of
+from kvferry.layout.nest import Int64s
 from kvferry.layout.records import (
+    LIMIT,
     Component,
     Count,
     Group,
@@ -45,11 +48,9 @@ class Storage(Record, frozen=True):
     memory: str
     spans: tuple[Span, ...]
 
-    @property
-    def seams(self) -> tuple[int, ...]:
-        """Offsets where one span ends and the next begins at once: no descriptor may cross them."""
-        ends = {span.offset + span.nbytes for span in self.spans}
-        return tuple(span.offset for span in self.spans if span.offset in ends)
+    def __post_init__(self) -> None:
+        if not self.spans:
+            raise InvalidLayoutError("a storage has at least one region")
 
 
 class Placed(Record, frozen=True):
@@ -109,6 +110,13 @@ class Placement:
             min((c.num_blocks for c in self.components if c.group == g), default=0) for g in range(len(self.groups))
         )
 
+    @cached_property
+    def spans(self) -> Int64s:
+        """Storage, offset and length of every region: int64 of shape ``[3, regions]``."""
+        rows = [(place, span.offset, span.nbytes) for place, one in enumerate(self.storages) for span in one.spans]
+        columns: Int64s = np.array(rows, dtype=np.int64).reshape(len(rows), 3).T
+        return columns
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Placement) and self.fingerprint == other.fingerprint
 
@@ -156,13 +164,44 @@ def regions_of(placement: Placement, binding: Binding) -> tuple[Region, ...]:
 
 
 def check_binding(placement: Placement, binding: Binding) -> None:
-    """Raise unless ``binding`` has one base for each storage of ``placement``."""
+    """Raise unless ``binding`` has one base for each storage of ``placement``, and the regions are disjoint there."""
+    extents_of(placement, binding)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extents:
+    """Registered regions ``[starts[i], stops[i])`` of one worker, ascending and disjoint."""
+
+    starts: Int64s
+    stops: Int64s
+
+    @property
+    def seams(self) -> Int64s:
+        """Addresses where one region ends and the next begins at once: no descriptor may cross them."""
+        touching: Int64s = self.starts[1:][self.stops[:-1] == self.starts[1:]]
+        return touching
+
+
+def extents_of(placement: Placement, binding: Binding) -> Extents:
+    """Where the regions of ``placement`` are. Raises :class:`PlanError` when ``binding`` cannot be of that worker."""
     if len(binding.bases) != len(placement.storages):
         raise PlanError(
             PlanReason.INVALID_LAYOUT,
             f"the binding has {len(binding.bases)} bases, the placement {len(placement.storages)} storages: "
             "they are not of one worker",
         )
+    storage, offset, nbytes = placement.spans
+    base = np.array(binding.bases, dtype=np.int64)[storage]
+    if (base > LIMIT - (offset + nbytes)).any():
+        raise InvalidLayoutError("the binding has a region that reaches past 2**63 - 1")
+    starts = base + offset
+    order = np.argsort(starts)
+    starts, stops = starts[order], (starts + nbytes)[order]
+    twice = np.flatnonzero(stops[:-1] > starts[1:])
+    if twice.size:
+        first, second = ((int(starts[i]), int(stops[i])) for i in (twice[0], twice[0] + 1))
+        raise InvalidLayoutError(f"the binding has regions {list(first)} and {list(second)}, which overlap")
+    return Extents(starts, stops)
 
 
 def encode_placement(placement: Placement) -> bytes:
@@ -174,19 +213,18 @@ def decode_placement(data: bytes) -> Placement:
     """Decode and check like any other layout; raises :class:`PlanError` on whatever a peer may have sent."""
     try:
         form = msgspec.msgpack.decode(data, type=_PlacementForm)
-        bases, regions = [], []
-        base = 0
+        bases: list[int] = []
+        regions: list[Region] = []
         for storage in form.storages:
-            bases.append(base)
-            regions += [Region(base + s.offset, s.nbytes, storage.memory) for s in storage.spans]
-            base = regions[-1].stop + 1 if storage.spans else base + 1
+            bases.append(regions[-1].stop + 1 if regions else 0)
+            regions += [Region(bases[-1] + s.offset, s.nbytes, storage.memory) for s in storage.spans]
         components = tuple(_unplace(placed, bases) for placed in form.placed)
     except (msgspec.DecodeError, PlanError, RecursionError) as error:
         raise InvalidLayoutError(f"a peer's placement does not decode: {error}") from error
     layout = Layout("peer", Parallel(0, 1, 0, 1, 0, 1), tuple(regions), form.groups, components)
     check_layout(layout)
     placement = Placement(form.groups, form.storages, form.placed)
-    if regions and bind_layout(layout).placement != placement:
+    if bind_layout(layout).placement != placement:
         raise InvalidLayoutError("a peer's placement is not in canonical form: its storages can be taken apart")
     return placement
 

@@ -40,8 +40,7 @@ class Hole:
     """Positions of a consumer component that no producer serves: those of context-parallel rank ``share.rank``."""
 
     dst: int
-    share: ContextParallel | None
-    src_group: Group
+    share: ContextParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ def assign(producers: Sequence[Placement], consumers: Sequence[Placement]) -> As
             for producer, box in cells.served:
                 move = Move(want.offer.place_of[producer], want.place, box)
                 moves.setdefault((producer, consumer), []).append(move)
-            open_here += [Hole(want.place, share, want.offer.group) for share in cells.unserved]
+            open_here += [Hole(want.place, share) for share in cells.unserved]
         holes[consumer] = tuple(open_here)
     return Assignment({pair: tuple(listed) for pair, listed in moves.items()}, holes)
 
@@ -147,7 +146,7 @@ class _Want:
 @dataclass(frozen=True, slots=True)
 class _Cells:
     served: tuple[tuple[int, Box], ...]
-    unserved: tuple[ContextParallel | None, ...]
+    unserved: tuple[ContextParallel, ...]
 
 
 def _labels(placement: Placement, worker: int) -> Iterable[_Label]:
@@ -258,11 +257,9 @@ def _cut(want: _Want, takers: dict[tuple[int, ...], list[int]]) -> _Cells:
             f"consumer {shape.consumer}: no producer holds {want.component.label} at {gap}: give all producer ranks",
         )
     served: list[tuple[int, Box]] = []
-    unserved: list[ContextParallel | None] = []
+    unserved: list[ContextParallel] = []
     for share in _shares(want.offer.group):
-        if not meets(shape.traits.share, share):
-            continue
-        left = [shape.traits.box]
+        left = [shape.traits.box] if meets(shape.traits.share, share) else []
         for source in shape.sources.sets:
             if source.share != share or not _needs(shape, source):
                 continue
@@ -270,6 +267,7 @@ def _cut(want: _Want, takers: dict[tuple[int, ...], list[int]]) -> _Cells:
             served += [(chosen, met) for part in left if (met := intersect(part, source.box)) is not None]
             left = remainder(left, source.box)
         if left:
+            assert share is not None, "without shares, what is left here would be left anywhere"  # noqa: S101
             unserved.append(share)
     return _Cells(tuple(served), tuple(unserved))
 

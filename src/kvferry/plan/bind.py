@@ -11,8 +11,8 @@
 4. Where registered regions touch, what crosses the seam is cut there.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from kvferry.errors import PlanError, PlanReason
 from kvferry.layout import Binding, Placement
 from kvferry.layout.nest import Int64s
+from kvferry.layout.placement import extents_of
 from kvferry.plan.descriptors import Descriptors
 from kvferry.plan.pair import ClassPlan
 from kvferry.plan.request import TransferRequest
@@ -28,6 +29,7 @@ from kvferry.plan.strands import Rows
 from kvferry.plan.units import (
     PartialUnit,
     Places,
+    RowRange,
     attention_units,
     needed_of,
     partial_units,
@@ -37,6 +39,9 @@ from kvferry.plan.units import (
 
 COPIES_LIMIT = 64_000_000
 """Descriptors before the last join: 1.5 GB of columns."""
+
+CARRIED_RUNS_LIMIT = 1_000_000
+"""Runs of a unit past which nothing is carried beyond the needed rows: not worth counting what it might save."""
 
 LENGTHS_JOINED_EARLY = 8
 """Distinct run lengths of one class whose units are joined before the rows are added; more are joined at the end."""
@@ -85,12 +90,7 @@ class Side:
     @property
     def seams(self) -> Int64s:
         """Addresses where two registered regions touch, ascending."""
-        seams = [
-            base + seam
-            for base, storage in zip(self.binding.bases, self.placement.storages, strict=True)
-            for seam in storage.seams
-        ]
-        return np.sort(np.array(seams, dtype=np.int64))
+        return extents_of(self.placement, self.binding).seams
 
 
 def copies_of(classes: Sequence[ClassPlan], request: TransferRequest, src: Side, dst: Side) -> list[Copies]:
@@ -151,25 +151,26 @@ class _Selection:
 
     def edges(self, carry: _Carry) -> list[_Batch]:
         """A batch for each partial unit."""
-        return [
-            _Batch(
-                _rows_for(self.plan, partial, carry), Places(self.places.src[at : at + 1], self.places.dst[at : at + 1])
-            )
-            for partial, at in zip(self.partial, self.at, strict=True)
-        ]
+        return [self._edge(_range_for(self.plan, partial, carry), at) for partial, at in self._partial_at]
 
     def batches(self, carry: _Carry) -> list[_Batch]:
         """The full units together, then each partial one; a partial one of which all is moved counts as full."""
         whole = np.ones(self.places.src.size, dtype=np.bool_)
         edges = []
-        for batch, at in zip(self.edges(carry), self.at, strict=True):
-            if batch.rows is not self.plan.full:
+        for partial, at in self._partial_at:
+            chosen = _range_for(self.plan, partial, carry)
+            if chosen.size < self.plan.key.unit_rows:
                 whole[at] = False
-                edges.append(batch)
-        if whole.all():
-            return [_Batch(self.plan.full, self.places)]
-        inner = [_Batch(self.plan.full, Places(self.places.src[whole], self.places.dst[whole]))] if whole.any() else []
+                edges.append(self._edge(chosen, at))
+        inner = [_Batch(self.plan.full, self.places.only(np.flatnonzero(whole)))] if whole.any() else []
         return inner + edges
+
+    @property
+    def _partial_at(self) -> Iterable[tuple[PartialUnit, int]]:
+        return zip(self.partial, self.at, strict=True)
+
+    def _edge(self, rows: RowRange, at: int) -> _Batch:
+        return _Batch(self.plan.rows(rows.start, rows.stop), self.places.only([at]))
 
 
 def _select(plan: ClassPlan, request: TransferRequest) -> _Selection | None:
@@ -187,12 +188,14 @@ def _select(plan: ClassPlan, request: TransferRequest) -> _Selection | None:
     return _Selection(plan, places_of(key, units, request), tuple(o for o, _ in here), tuple(i for _, i in here))
 
 
-def _rows_for(plan: ClassPlan, partial: PartialUnit, carry: _Carry) -> Rows:
-    exact = plan.rows(partial.needed.start, partial.needed.stop)
-    if carry is _Carry.NEEDED:
-        return exact
-    widest = plan.rows(partial.widest.start, partial.widest.stop)
-    return widest if carry is _Carry.WIDEST or widest.count < exact.count else exact
+def _range_for(plan: ClassPlan, partial: PartialUnit, carry: _Carry) -> RowRange:
+    needed, widest = partial.needed, partial.widest
+    if carry is _Carry.NEEDED or plan.runs(widest.size) > CARRIED_RUNS_LIMIT:
+        return needed
+    if carry is _Carry.WIDEST:
+        return widest
+    counts = [plan.rows(rows.start, rows.stop).count for rows in (needed, widest)]
+    return widest if counts[1] < counts[0] else needed
 
 
 def _fewest(found: Sequence[_Selection], bases: tuple[Int64s, Int64s]) -> _Carry:
@@ -229,13 +232,14 @@ def spread_rows(rows: Anchored, places: Places) -> list[Copies]:
     for length in lengths.tolist():
         mine = rows.nbytes == length
         some = rows if lengths.size == 1 else Anchored(rows.src[mine], rows.dst[mine], rows.nbytes[mine])
-        parts.append(_add(some, _stretch(units, length)))
+        stretches = _stretch(units, length)
+        parts.append(replace(_add(some, stretches), settled=_is_settled(some, stretches, length)))
     return parts
 
 
 def _stretch(units: _Stretch, length: int) -> _Stretch:
     """Join units that begin ``length`` bytes after each other on both sides."""
-    follows = (units.src[1:] - units.src[:-1] == length) & (units.dst[1:] - units.dst[:-1] == length)
+    follows = _continues(units, (length, length))
     if not follows.any():
         return units
     heads = np.flatnonzero(np.concatenate([[True], ~follows]))
@@ -248,41 +252,50 @@ def _add(rows: Anchored, units: _Stretch) -> Copies:
             PlanReason.LIMIT_EXCEEDED,
             f"{rows.src.size} runs in each of {units.src.size} units, over {COPIES_LIMIT} in all: move fewer tokens",
         )
-    apart = np.flatnonzero(np.diff(rows.src) > units.src[-1] - units.src[0]) + 1
-    sizes = np.diff(np.concatenate([[0], apart, [rows.src.size]]))
-    even = bool((sizes == sizes[0]).all())
-    band = int(sizes[0]) if even else 1
+    band = _band(rows, units)
     # [bands, units, rows of a band]: sorted by source where a band fits between two units.
-    shape = (-1, 1, band)
-    lengths = rows.nbytes.reshape(shape) * units.units.reshape(1, -1, 1)
+    shape = (rows.src.size // band, 1, band)
     return Copies(
-        (rows.src.reshape(shape) + units.src.reshape(1, -1, 1)).ravel(),
-        (rows.dst.reshape(shape) + units.dst.reshape(1, -1, 1)).ravel(),
-        lengths.ravel(),
-        even and _is_settled(rows, units, band),
+        (rows.src.reshape(shape) + units.src[None, :, None]).ravel(),
+        (rows.dst.reshape(shape) + units.dst[None, :, None]).ravel(),
+        (rows.nbytes.reshape(shape) * units.units[None, :, None]).ravel(),
     )
 
 
-def _is_settled(rows: Anchored, units: _Stretch, band: int) -> bool:
-    """Whether rows x units, in bands of ``band`` rows, are sorted by source and cannot be joined.
+def _band(rows: Anchored, units: _Stretch) -> int:
+    """Rows of a band: so many that all units of a band lie before the next one; all rows where that is not even."""
+    apart = np.flatnonzero(rows.src[1:] + units.src[0] > rows.src[:-1] + units.src[-1]) + 1
+    sizes = np.diff([0, *apart.tolist(), rows.src.size])
+    return int(sizes[0]) if (sizes == sizes[0]).all() else rows.src.size
 
-    Looks at rows and at units, never at their product: with one row a band, the units of a row are sorted and were
-    joined already, so only the step from the last unit of a row to the first of the next is left; with all rows in one
-    band, only the step from the last row of a unit to the first row of the next unit. Anything else is left to the
-    plain pass.
+
+def _is_settled(rows: Anchored, units: _Stretch, length: int) -> bool:
+    """Whether rows of one length x units are sorted by source and cannot be joined any more.
+
+    Looks at rows and at units, never at their product. Where a row's units all lie before the next row, the units are
+    sorted and were joined already, so only the step from a row's last unit to the first of the next row is left. Where
+    all rows of a unit lie before the next unit, the steps are those inside a unit, and from one unit to the next.
+    Anything else is left to the plain pass.
     """
+    band = _band(rows, units)
     if band == 1:
-        ends = units.src[-1] + rows.nbytes[:-1] * units.units[-1], units.dst[-1] + rows.nbytes[:-1] * units.units[-1]
-        src_gap = rows.src[1:] + units.src[0] - rows.src[:-1] - ends[0]
-        dst_gap = rows.dst[1:] + units.dst[0] - rows.dst[:-1] - ends[1]
-        same_length = bool((rows.nbytes == rows.nbytes[0]).all())
-        return same_length and not ((src_gap == 0) & (dst_gap == 0)).any()
-    if band != rows.src.size or int(units.units.max()) > 1:
+        return not _continues(rows, _reach(units, length * units.units[-1])).any()
+    if band < rows.src.size or units.units.max() > 1:
         return False
-    src_gap = units.src[1:] + rows.src[0] - units.src[:-1] - rows.src[-1] - rows.nbytes[-1]
-    dst_gap = units.dst[1:] + rows.dst[0] - units.dst[:-1] - rows.dst[-1] - rows.nbytes[-1]
-    follows = (rows.src[1:] == rows.src[:-1] + rows.nbytes[:-1]) & (rows.dst[1:] == rows.dst[:-1] + rows.nbytes[:-1])
-    return bool((src_gap >= 0).all() and not ((src_gap == 0) & (dst_gap == 0)).any() and not follows.any())
+    reach = _reach(rows, length)
+    in_order = (np.diff(units.src) >= reach[0]).all()
+    return bool(in_order and not _continues(rows, (length, length)).any() and not _continues(units, reach).any())
+
+
+def _reach(some: Anchored | _Stretch, last: int) -> tuple[int, int]:
+    """Bytes from the first to one past the last on both sides, where the last one has ``last`` bytes."""
+    return some.src[-1] - some.src[0] + last, some.dst[-1] - some.dst[0] + last
+
+
+def _continues(some: Anchored | _Stretch, reach: tuple[int, int]) -> NDArray[np.bool_]:
+    """Which begin where the one before ends on both sides, when each reaches so far."""
+    follows: NDArray[np.bool_] = np.equal(np.diff(some.src), reach[0]) & np.equal(np.diff(some.dst), reach[1])
+    return follows
 
 
 def together(parts: Sequence[Copies]) -> Copies:
@@ -325,7 +338,7 @@ def merge(copies: Copies, follows: NDArray[np.bool_]) -> Copies:
 
 def _cut(copies: Copies, seams: Int64s, column: str) -> Copies:
     """Cut what crosses a seam between two touching regions of the side named by ``column``."""
-    if not seams.size or not copies.src.size:
+    if not seams.size:
         return copies
     start = copies.src if column == "src" else copies.dst
     first = np.searchsorted(seams, start, side="right")
@@ -338,7 +351,7 @@ def _cut(copies: Copies, seams: Int64s, column: str) -> Copies:
     # Piece 0 begins with the run, piece k at the k-th seam inside it.
     seam = np.minimum(first[owner] + np.maximum(piece, 1) - 1, seams.size - 1)
     shift = np.where(piece == 0, 0, seams[seam] - start[owner])
-    ends = np.concatenate([shift[1:], [0]])
+    ends = np.concatenate([shift[1:], shift[:1]])
     final = piece == inside[owner]
     nbytes = np.where(final, copies.nbytes[owner], ends) - shift
     return Copies(copies.src[owner] + shift, copies.dst[owner] + shift, nbytes)

@@ -39,7 +39,7 @@ def _column(name: str, values: Int64Like) -> Int64Array:
         )
     if column.dtype.kind == "u" and column.size and int(column.max()) >= 2**63:
         raise _refuse(f"descriptors: {name} holds {int(column.max())}, the limit is 2**63 - 1")
-    return column.astype(np.int64, copy=False)
+    return column.astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

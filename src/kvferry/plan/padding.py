@@ -104,9 +104,8 @@ def bridge(copies: Copies, tables: Sequence[BlockTable], *, src: Framed, dst: Fr
     """``copies`` (sorted by source) joined over every gap that is harmless; ``tables`` are the consumer's."""
     starts, ends = (copies.src[1:], copies.dst[1:]), (copies.src + copies.nbytes, copies.dst + copies.nbytes)
     gap = starts[0] - ends[0][:-1]
-    at = np.flatnonzero((gap > 0) & (starts[1] - ends[1][:-1] == gap))
-    if not at.size:
-        return copies
+    # A gap of nothing on both sides would have been joined, so what is equal here is a gap.
+    at = np.flatnonzero(starts[1] - ends[1][:-1] == gap)
     harmless = np.zeros(at.size, dtype=np.bool_)
     for where, frames, gaps in _by_cluster(dst, ends[1][at], starts[1][at]):
         harmless[where] = _is_padding(frames, gaps, tables)

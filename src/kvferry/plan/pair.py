@@ -2,21 +2,20 @@
 
 Components whose tables, block strides and unit offsets are equal on both sides form a *class*; whatever a request
 brings (block ids, positions) is worked out once for a class, not once for a component. A class is its strands, and the
-rows of a full unit compiled from them. Rows of part of a unit (a token range that begins or ends inside one) are
-compiled when first asked for, and kept.
+rows compiled from them when first asked for, and kept: those of a full unit, and those of part of a unit (a token range
+that begins or ends inside one).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import gcd
-
-import numpy as np
 
 from kvferry.layout import Component, ContextParallel, Group, Placed, Placement
 from kvferry.layout.nest import Int64s
 from kvferry.plan.assign import Hole, Move
 from kvferry.plan.boxes import Box
-from kvferry.plan.strands import PairLoop, Rows, Shape, Strand, rows_of
+from kvferry.plan.strands import PairLoop, Rows, Shape, Strand, rows_of, runs_of
 
 SLICES_KEPT = 256
 """Partial units whose rows a class remembers."""
@@ -32,14 +31,8 @@ class RowMap:
 
     def at(self, row: Int64s) -> Int64s:
         """Offset of each row from the start of its block."""
-        if self.row_stride == 0:
-            return np.zeros_like(row)
         piece = row // self.rows
         return piece * self.piece_stride + (row - piece * self.rows) * self.row_stride
-
-
-ONE_PLACE = RowMap(1, 0, 0)
-"""A unit that is the whole block begins where the block begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +43,8 @@ class SideOfClass:
     block_tokens: int
     block_stride: int
     share: ContextParallel | None
-    unit_map: RowMap
+    unit_map: RowMap | None
+    """Where units begin inside a block; None where a unit is the whole block."""
 
     @property
     def entry_tokens(self) -> int:
@@ -82,9 +76,16 @@ class ClassPlan:
 
     key: ClassKey
     strands: tuple[Strand, ...]
-    full: Rows
-    """Rows of a full unit."""
     _slices: dict[tuple[int, int], Rows] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def full(self) -> Rows:
+        """Rows of a full unit; a request that needs no full unit does not ask for them."""
+        return rows_of(self.strands, 0, self.key.unit_rows)
+
+    def runs(self, rows: int) -> int:
+        """Runs of so many rows of a unit, before neighbours are joined."""
+        return runs_of(self.strands, rows)
 
     def rows(self, start: int, stop: int) -> Rows:
         """Rows of part of a unit; remembered."""
@@ -127,7 +128,7 @@ def classes_of(src: Placement, dst: Placement, moves: Sequence[Move]) -> tuple[C
             pattern = _pattern(one.component, other.component, move.box, key)
             found = known[alike] = pattern, strands.setdefault(key, [])
         found[1].append(found[0].strand(one, other))
-    return tuple(ClassPlan(key, tuple(listed), rows_of(listed, 0, key.unit_rows)) for key, listed in strands.items())
+    return tuple(ClassPlan(key, tuple(listed)) for key, listed in strands.items())
 
 
 def _geometry(component: Component) -> tuple[object, ...]:
@@ -166,7 +167,7 @@ def class_key(one: Component, other: Component, groups: tuple[Group, Group]) -> 
     """The class of a producer's and a consumer's component, and with it the largest unit uniform on both sides."""
     src_group, dst_group = groups
     if src_group.kind == "state":
-        sides = [SideOfClass(c.group, g.block_tokens, c.block_stride, None, ONE_PLACE)
+        sides = [SideOfClass(c.group, g.block_tokens, c.block_stride, None, None)
                  for c, g in ((one, src_group), (other, dst_group))]  # fmt: skip
         return ClassKey("state", sides[0], sides[1], 1, 1, None, None)
     unit = gcd(_pieces(one).rows, _pieces(other).rows)
@@ -180,7 +181,7 @@ def class_key(one: Component, other: Component, groups: tuple[Group, Group]) -> 
 def _side(component: Component, group: Group, unit_rows: int) -> SideOfClass:
     pieces = _pieces(component)
     whole = unit_rows * component.row_tokens == group.block_tokens
-    unit_map = ONE_PLACE if whole else RowMap(pieces.rows, pieces.piece_stride, pieces.row_stride)
+    unit_map = None if whole else RowMap(pieces.rows, pieces.piece_stride, pieces.row_stride)
     return SideOfClass(component.group, group.block_tokens, component.block_stride, group.share, unit_map)
 
 
@@ -198,14 +199,11 @@ def _pattern(src: Component, dst: Component, box: Box, key: ClassKey) -> _Patter
 
 
 def hole_key(dst: Placement, hole: Hole) -> ClassKey:
-    """The class in which positions that nobody serves are looked for: row by row, in the missing rank's share."""
+    """The class in which positions that nobody serves are looked for: deal by deal, in the missing rank's share."""
     component = dst.placed[hole.dst].component
     group = dst.groups[component.group]
-    rows = component.row_tokens
-    unit = group.block_tokens // rows
-    for share in (group.share, hole.share):
-        if share is not None:
-            unit = gcd(unit, share.interleave // rows)
-    src = SideOfClass(0, hole.src_group.block_tokens, 1, hole.share, ONE_PLACE)
-    here = SideOfClass(component.group, group.block_tokens, component.block_stride, group.share, ONE_PLACE)
-    return ClassKey("attention", src, here, rows, unit, group.sliding_window, group.chunk)
+    shares = (share for share in (group.share, hole.share) if share is not None)
+    unit = gcd(*(share.interleave // component.row_tokens for share in shares))
+    here = SideOfClass(component.group, group.block_tokens, component.block_stride, group.share, None)
+    missing = replace(here, share=hole.share)
+    return ClassKey("attention", missing, here, component.row_tokens, unit, group.sliding_window, group.chunk)

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.errors import PlanError
+from kvferry.layout.file import fault_of, other_kind
 from kvferry.layout.records import LIMIT
 from kvferry.plan.request import BlockTable, InvalidRequestError, TransferRequest
 
@@ -37,9 +38,11 @@ _DECODER = msgspec.json.Decoder(_Request, strict=True)
 def parse_request(data: bytes) -> TransferRequest:
     """A request from the bytes of a request file. Raises :class:`PlanError` (``invalid-request``) naming the field."""
     try:
+        if (other := other_kind(data, REQUEST_FORMAT)) is not None:
+            raise InvalidRequestError(other)
         form = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequestError(str(error)) from error
+        raise InvalidRequestError(fault_of(error)) from error
     try:
         tables = [
             tuple(BlockTable.of(table.blocks, first_token=table.first_token) for table in side)

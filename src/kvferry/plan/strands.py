@@ -7,6 +7,7 @@ sides; what cannot be folded is enumerated once, when the plan is compiled. The 
 is a handful of int64 columns: *rows* of (source offset, destination offset, length).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -16,8 +17,9 @@ import numpy as np
 from kvferry.errors import PlanError, PlanReason
 from kvferry.layout.nest import Int64s, spread
 
-ROWS_LIMIT = 4_000_000
-"""Rows that one class may have: more is refused before memory is spent on them."""
+ROWS_LIMIT = 16_000_000
+"""Rows that one unit of a class may have: more is refused before memory is spent on them. As many as a plan may have
+descriptors, so that nothing is refused for its rows that would be allowed for its descriptors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,34 +92,35 @@ def fold(loops: Sequence[PairLoop], nbytes: int) -> tuple[list[PairLoop], int]:
         nbytes *= found.count
 
 
+def _loops(shape: Shape, count: int) -> tuple[list[PairLoop], int]:
+    """What is left of ``count`` rows of ``shape`` when they are folded, and the run."""
+    return fold([*shape.axes, PairLoop(count, shape.row.src, shape.row.dst)], shape.nbytes)
+
+
 def _fold(shape: Shape, count: int) -> _Fold:
-    rows = PairLoop(count, shape.row.src, shape.row.dst)
-    loops, run = fold([*shape.axes, rows], shape.nbytes)
-    _bounded(prod(loop.count for loop in loops))
+    loops, run = _loops(shape, count)
     src = spread([(loop.count, loop.src) for loop in loops], 0)
     dst = spread([(loop.count, loop.dst) for loop in loops], 0)
     return _Fold(src, dst, run)
 
 
-def _bounded(rows: int) -> None:
-    if rows > ROWS_LIMIT:
-        raise PlanError(
-            PlanReason.LIMIT_EXCEEDED,
-            f"one block would need {rows} descriptors, over {ROWS_LIMIT}: the page orders of the two sides have only "
-            "single elements in common",
-        )
+def runs_of(strands: Sequence[Strand], rows: int) -> int:
+    """How many runs so many rows of a unit have before neighbours are joined; none of them is enumerated."""
+    shapes = Counter(strand.shape for strand in strands)
+    return sum(number * prod(loop.count for loop in _loops(shape, rows)[0]) for shape, number in shapes.items())
 
 
 def rows_of(strands: Sequence[Strand], start: int, stop: int) -> Rows:
     """The rows of ``strands`` for rows ``[start, stop)`` of a unit, joined where both sides are contiguous."""
-    folds: dict[Shape, _Fold] = {}
-    parts: list[_Fold] = []
-    for strand in strands:
-        fold_of_shape = folds.get(strand.shape)
-        if fold_of_shape is None:
-            fold_of_shape = folds[strand.shape] = _fold(strand.shape, stop - start)
-        parts.append(fold_of_shape)
-    _bounded(sum(part.src.size for part in parts))
+    runs = runs_of(strands, stop - start)
+    if runs > ROWS_LIMIT:
+        raise PlanError(
+            PlanReason.LIMIT_EXCEEDED,
+            f"one block would need {runs} descriptors, over {ROWS_LIMIT}: the page orders of the two sides have only "
+            "single elements in common",
+        )
+    folds = {shape: _fold(shape, stop - start) for shape in {strand.shape for strand in strands}}
+    parts = [folds[strand.shape] for strand in strands]
     sizes = np.array([p.src.size for p in parts])
     first_src = np.array([s.src + start * s.shape.row.src for s in strands], dtype=np.int64)
     first_dst = np.array([s.dst + start * s.shape.row.dst for s in strands], dtype=np.int64)

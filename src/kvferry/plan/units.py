@@ -7,6 +7,7 @@ holds a needed row may carry any other of its rows, but for positions below ``st
 others read.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,10 @@ class RowRange:
 
     start: int
     stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,10 @@ class Places:
 
     src: Int64s
     dst: Int64s
+
+    def only(self, chosen: Int64s | Sequence[int]) -> "Places":
+        """The units at these places of the list."""
+        return Places(self.src[chosen], self.dst[chosen])
 
 
 def needed_of(key: ClassKey, request: TransferRequest) -> Needed:
@@ -154,19 +163,21 @@ def _missing(side: SideOfClass, table: BlockTable, position: int) -> None:
     )
 
 
-def missing_rank(share: ContextParallel | None, dst: SideOfClass, position: int) -> PlanError:
+def missing_rank(share: ContextParallel, dst: SideOfClass, position: int) -> PlanError:
     """What is raised when no producer file is of the rank that holds ``position``."""
-    rank = f"context_parallel rank {share.rank} of {share.size}" if share else "a rank with these coordinates"
     return PlanError(
         PlanReason.MISSING_POSITIONS,
-        f"group {dst.group} of the consumer needs position {position}, which {rank} holds; no producer file is of it",
+        f"group {dst.group} of the consumer needs position {position}, which context_parallel rank {share.rank} of "
+        f"{share.size} holds; no producer file is of it",
     )
 
 
 def _offsets(side: SideOfClass, row_tokens: int, tokens: Int64s, table: BlockTable) -> Int64s:
     entry = (tokens - (table.first_token or 0)) // side.entry_tokens
-    row = local_index(tokens, side.share) % side.block_tokens // row_tokens
-    return table.blocks[entry] * side.block_stride + side.unit_map.at(row)
+    start = table.blocks[entry] * side.block_stride
+    if side.unit_map is None:
+        return start
+    return start + side.unit_map.at(local_index(tokens, side.share) % side.block_tokens // row_tokens)
 
 
 def _state_block(side: SideOfClass, table: BlockTable, stop: int) -> int | None:
