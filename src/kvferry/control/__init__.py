@@ -3,6 +3,7 @@
 Glossary
     listener   the producer's socket; a *connection* is one consumer as it names it
     link       one connection of a consumer to one producer rank, for one life; lost once, never made again
+    door       a listener and who may connect to it: open, listed networks, or holders of the shared secret
     directory  who has registered; a *card* is what kvferry adds to upstream's entries
     hello      a pull that no rank is paired with, to learn whether a producer is kvferry
 """
@@ -10,24 +11,41 @@ Glossary
 from kvferry.control.bootstrap import BootstrapService
 from kvferry.control.bootstrap_client import BootstrapClient, FoundEngine
 from kvferry.control.directory import Directory, EngineCard, EngineEntry, RankCard, RankEntry, Registration
+from kvferry.control.doors import CurveKeys, Guard, ListedDoor, SecureDoor, require_curve
 from kvferry.control.hello import greet
 from kvferry.control.links import Link, Links
 from kvferry.control.listener import Listener
+from kvferry.control.networks import Networks
+from kvferry.control.secret import Secret, find_secret
+from kvferry.control.signing import Signer, Verifier
 from kvferry.control.sockets import SocketOptions
+from kvferry.control.tls import ServerTls, client_context
 
 __all__ = [
     "BootstrapClient",
     "BootstrapService",
+    "CurveKeys",
     "Directory",
     "EngineCard",
     "EngineEntry",
     "FoundEngine",
+    "Guard",
     "Link",
     "Links",
+    "ListedDoor",
     "Listener",
+    "Networks",
     "RankCard",
     "RankEntry",
     "Registration",
+    "Secret",
+    "SecureDoor",
+    "ServerTls",
+    "Signer",
     "SocketOptions",
+    "Verifier",
+    "client_context",
+    "find_secret",
     "greet",
+    "require_curve",
 ]

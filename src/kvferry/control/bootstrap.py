@@ -2,7 +2,8 @@
 
 ``POST /register`` and ``GET /query`` are upstream's. ``POST /kvferry/release`` is ours: a router says that nobody will
 pull certain transfers, and every rank of that engine is told; a transfer id that cannot be guessed is what entitles it.
-Bodies are bounded before they are read.
+Bodies are bounded before they are read. Where a secret is set both orders must be signed with it; ``/query`` is open,
+since routers that know no secret ask it, and what it tells is none.
 """
 
 import asyncio
@@ -20,6 +21,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvferry.control.directory import Directory, Registration
+from kvferry.control.signing import HEADER, Verifier
+from kvferry.control.tls import ServerTls
 from kvferry.errors import ConfigError, ConfigReason, ProtocolReason, RemoteProtocolError
 from kvferry.ids import EngineId, TransferId
 from kvferry.protocol.messages import Name, Text
@@ -28,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY: Final = 256 << 10
 CLOSE_TIMEOUT: Final = 3.0
+MAX_CLIENTS: Final = 1024
+"""Connections at once; one more is told that the service is busy."""
 
 OnRelease = Callable[[tuple[str, ...], tuple[TransferId, ...]], object]
 """Called with the addresses of an engine's ranks and the transfers that nobody will pull."""
@@ -46,8 +51,18 @@ class Release(msgspec.Struct, frozen=True):
 class BootstrapService:
     """Serves a directory on one address. Started and closed on one event loop."""
 
-    def __init__(self, on_release: OnRelease, directory: Directory | None = None) -> None:
+    def __init__(
+        self,
+        on_release: OnRelease,
+        directory: Directory | None = None,
+        *,
+        verifier: Verifier | None = None,
+        tls: ServerTls | None = None,
+    ) -> None:
+        """``verifier``: of signed orders; ``None`` takes orders from everybody who can connect."""
         self.directory = directory or Directory()
+        self._verifier = verifier
+        self._tls = tls
         self._on_release = on_release
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -63,6 +78,8 @@ class BootstrapService:
     async def start(self, host: str, port: int) -> int:
         """Listen on exactly this host; port 0 takes a free one. Returns the port."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        if self._tls is not None:
+            self._tls.check()
         try:
             self._socket = socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
@@ -78,6 +95,9 @@ class BootstrapService:
             lifespan="off",
             ws="none",
             timeout_graceful_shutdown=1,
+            limit_concurrency=MAX_CLIENTS,
+            ssl_certfile=self._tls.certificate if self._tls else None,
+            ssl_keyfile=self._tls.key if self._tls else None,
         )
         self._server = _Server(config)
         self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._socket]))
@@ -102,7 +122,7 @@ class BootstrapService:
 
     async def _register(self, request: Request) -> Response:
         try:
-            self.directory.register(await _body(request, Registration))
+            self.directory.register(await self._order(request, Registration))
         except RemoteProtocolError as error:
             logger.warning("a registration is refused: %s", error)
             return _refused(error)
@@ -113,7 +133,7 @@ class BootstrapService:
 
     async def _release(self, request: Request) -> Response:
         try:
-            body = await _body(request, Release)
+            body = await self._order(request, Release)
         except RemoteProtocolError as error:
             return _refused(error)
         addresses = self.directory.addresses(EngineId(body.engine_id))
@@ -122,6 +142,14 @@ class BootstrapService:
         if body.transfer_ids:
             self._on_release(addresses, tuple(TransferId(one) for one in body.transfer_ids))
         return _json({"accepted": len(body.transfer_ids)}, status=202)
+
+    async def _order(self, request: Request, kind: type[_T]) -> _T:
+        """The body of a request that changes something; raises :class:`RemoteProtocolError`."""
+        data = await _body(request)
+        if self._verifier is not None:
+            header = request.headers.get(HEADER)
+            self._verifier.check(header, method=request.method, path=request.url.path, body=data)
+        return decode_body(data, kind)
 
 
 class _Server(uvicorn.Server):
@@ -132,13 +160,18 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _body(request: Request, kind: type[_T]) -> _T:
-    """The decoded body; raises :class:`RemoteProtocolError`."""
+async def _body(request: Request) -> bytes:
+    """The bytes of a body; raises :class:`RemoteProtocolError` when there are too many."""
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
         if len(data) > MAX_BODY:
             raise RemoteProtocolError(ProtocolReason.LIMIT_EXCEEDED, f"a body of more than {MAX_BODY} bytes")
+    return bytes(data)
+
+
+def decode_body(data: bytes, kind: type[_T]) -> _T:
+    """The record of a body; raises :class:`RemoteProtocolError`."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
@@ -147,7 +180,8 @@ async def _body(request: Request, kind: type[_T]) -> _T:
 
 
 def _refused(error: RemoteProtocolError) -> Response:
-    return _json({"detail": f"{error.reason.value}: {error.message}"}, status=400)
+    status = 403 if error.reason is ProtocolReason.UNAUTHORIZED else 400
+    return _json({"detail": f"{error.reason.value}: {error.message}"}, status=status)
 
 
 def _json(value: object, *, status: int = 200) -> Response:

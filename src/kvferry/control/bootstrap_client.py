@@ -1,18 +1,23 @@
 """Asking a bootstrap service, ours or upstream's: register a rank, find an engine.
 
 Proxies of the environment are not used: these are addresses inside a cluster. Answers are bounded and checked; what
-does not answer is *lost* (worth asking again), what answers wrongly is *malformed* (not worth it).
+does not answer is *lost* (worth asking again), what answers wrongly is *malformed* (not worth it). With a secret,
+orders are signed; with an authority named, services are asked over TLS only.
 """
 
 import asyncio
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 
 from kvferry.control.directory import EngineCard, EngineEntry, Registration
+from kvferry.control.secret import Secret
+from kvferry.control.signing import Signer
 from kvferry.control.sockets import check_endpoint
+from kvferry.control.tls import client_context
 from kvferry.errors import ProtocolReason, RemoteProtocolError
 from kvferry.ids import EngineId
 
@@ -38,8 +43,11 @@ class FoundEngine:
 class BootstrapClient:
     """Speaks to any number of services. Made, used and closed on one event loop."""
 
-    def __init__(self, *, timeout: float = 5.0) -> None:
-        self._http = httpx.AsyncClient(timeout=timeout, trust_env=False)
+    def __init__(self, *, timeout: float = 5.0, secret: Secret | None = None, ca: str | None = None) -> None:
+        """``ca``: file of the authorities that services are believed by; with it, nothing is asked over plain HTTP."""
+        self._signer = Signer(secret) if secret is not None else None
+        self._tls_only = ca is not None
+        self._http = httpx.AsyncClient(timeout=timeout, trust_env=False, verify=client_context(ca))
 
     async def register(self, url: str, one: Registration, *, patience: float = 30.0) -> None:
         """Register a rank, trying again while the service is not up yet; raises :class:`RemoteProtocolError`."""
@@ -48,15 +56,17 @@ class BootstrapClient:
         while True:
             try:
                 status, body = await self._call("POST", f"{url}/register", msgspec.json.encode(one))
-            except RemoteProtocolError:
-                if loop.time() > until:
+            except RemoteProtocolError as error:
+                if error.reason is not ProtocolReason.PEER_LOST or loop.time() > until:
                     raise
                 await asyncio.sleep(RETRY_PAUSE)
                 continue
             if status != httpx.codes.OK:
-                said = body[:200].decode(errors="replace")
+                said = body[:400].decode(errors="replace")
+                forbidden = status == httpx.codes.FORBIDDEN
                 raise RemoteProtocolError(
-                    ProtocolReason.INCOMPATIBLE_PEER, f"{url} refuses the registration: {status} {said}"
+                    ProtocolReason.UNAUTHORIZED if forbidden else ProtocolReason.INCOMPATIBLE_PEER,
+                    f"{url} refuses the registration: {status} {said}",
                 )
             return
 
@@ -65,11 +75,7 @@ class BootstrapClient:
         status, body = await self._call("GET", f"{url}/query", None)
         if status != httpx.codes.OK:
             raise RemoteProtocolError(ProtocolReason.MALFORMED, f"{url}/query answers {status}")
-        try:
-            entries = msgspec.json.decode(body, type=dict[int, EngineEntry])
-        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-            raise RemoteProtocolError(ProtocolReason.MALFORMED, f"{url}/query answers something else") from error
-        return tuple(_found(dp_rank, entry) for dp_rank, entry in sorted(entries.items()))
+        return read_listing(body, url)
 
     async def find(self, url: str, engine: EngineId) -> FoundEngine:
         """One engine; ``PEER_LOST`` when the service does not answer, or does not list it (yet)."""
@@ -82,7 +88,7 @@ class BootstrapClient:
         await self._http.aclose()
 
     async def _call(self, method: str, url: str, body: bytes | None) -> tuple[int, bytes]:
-        headers = {"content-type": "application/json"} if body is not None else {}
+        headers = self._headers(method, url, body)
         answer = bytearray()
         try:
             async with self._http.stream(method, url, content=body, headers=headers) as response:
@@ -91,10 +97,37 @@ class BootstrapClient:
                     if len(answer) > MAX_ANSWER:
                         raise RemoteProtocolError(ProtocolReason.LIMIT_EXCEEDED, f"{url} answers without end")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise RemoteProtocolError(
-                ProtocolReason.PEER_LOST, f"no answer from {url}: {type(error).__name__}"
-            ) from error
+            untrusted = "CERTIFICATE_VERIFY_FAILED" in str(error)
+            why = "its certificate is not believed (see bootstrap_ca)" if untrusted else type(error).__name__
+            raise RemoteProtocolError(ProtocolReason.PEER_LOST, f"no answer from {url}: {why}") from error
+        if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            raise RemoteProtocolError(ProtocolReason.PEER_LOST, f"{url} is too busy")
         return response.status_code, bytes(answer)
+
+    def _headers(self, method: str, url: str, body: bytes | None) -> dict[str, str]:
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise RemoteProtocolError(ProtocolReason.MALFORMED, f"not an address: {url[:200]!r}") from error
+        if self._tls_only and parts.scheme != "https":
+            raise RemoteProtocolError(
+                ProtocolReason.UNAUTHORIZED,
+                f"{url[:200]} is not https, and bootstrap_ca is set: services are asked over TLS only; give https "
+                "addresses to the router",
+            )
+        if body is None:
+            return {}
+        signed = self._signer.headers(method, parts.path, body) if self._signer is not None else {}
+        return {"content-type": "application/json", **signed}
+
+
+def read_listing(body: bytes, url: str) -> tuple[FoundEngine, ...]:
+    """The engines in an answer of ``GET /query``; raises :class:`RemoteProtocolError`."""
+    try:
+        entries = msgspec.json.decode(body, type=dict[int, EngineEntry])
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise RemoteProtocolError(ProtocolReason.MALFORMED, f"{url}/query answers something else") from error
+    return tuple(_found(dp_rank, entry) for dp_rank, entry in sorted(entries.items()))
 
 
 def _found(dp_rank: int, entry: EngineEntry) -> FoundEngine:
@@ -108,10 +141,15 @@ def _found(dp_rank: int, entry: EngineEntry) -> FoundEngine:
             for pp_rank in range(pp_size)
             for tp_rank in range(tp_size)
         )
+        if not addresses:
+            raise ValueError("no ranks")
     except (ValueError, KeyError) as error:
         raise RemoteProtocolError(
             ProtocolReason.MALFORMED, f"the ranks of engine {entry.engine_id} are not a grid"
         ) from error
     if card is not None and (card.tp_size, card.pp_size, len(card.ranks)) != (tp_size, pp_size, tp_size * pp_size):
         raise RemoteProtocolError(ProtocolReason.MALFORMED, f"engine {entry.engine_id} contradicts its own size")
+    for rank in card.ranks if card is not None else ():
+        if rank.secure:
+            check_endpoint(rank.secure)
     return FoundEngine(EngineId(entry.engine_id), dp_rank, addresses, tp_size, pp_size, card)

@@ -22,6 +22,9 @@ LIVES: Final = 4
 """Engines remembered under one key, so that stragglers of the last ones are known as such."""
 
 KEYS: Final = 1024
+RANKS: Final = 65_536
+"""Registrations remembered, of all engines and lives together."""
+
 Rank = Annotated[int, Meta(ge=0, le=65_535)]
 
 
@@ -37,6 +40,11 @@ class RankCard(Struct, frozen=True, omit_defaults=True):
     transport: Text = ""
     transport_address: Text = ""
     features: Names = ()
+    secure: Text = ""
+    """Address of the rank's CURVE door; empty when it has none."""
+
+    keys: Text = ""
+    """Name of the keys of that door: tells a consumer whether its own are of the same secret."""
 
 
 class Registration(Struct, frozen=True, omit_defaults=True):
@@ -56,6 +64,8 @@ class RankEntry(Struct, frozen=True, omit_defaults=True):
     fingerprint: Name
     transport: Text = ""
     transport_address: Text = ""
+    secure: Text = ""
+    """Address of its CURVE door; empty when it has none."""
 
 
 class EngineCard(Struct, frozen=True, omit_defaults=True):
@@ -70,6 +80,8 @@ class EngineCard(Struct, frozen=True, omit_defaults=True):
 
     model: Text = ""
     features: Names = ()
+    keys: Text = ""
+    """Name of the keys of the CURVE doors."""
 
 
 class EngineEntry(Struct, frozen=True, omit_defaults=True):
@@ -108,9 +120,13 @@ class Directory:
     def register(self, one: Registration) -> None:
         """Take a registration in; the same one again is no error. Raises :class:`RemoteProtocolError`."""
         check_endpoint(one.addr)
+        if one.kvferry is not None and one.kvferry.secure:
+            check_endpoint(one.kvferry.secure)
         _check_rank(one)
         if one.dp_rank not in self._lives and len(self._lives) >= KEYS:
             raise RemoteProtocolError(ProtocolReason.LIMIT_EXCEEDED, f"{KEYS} engines are registered already")
+        if self._count() >= RANKS and self._known(one) is None:
+            raise RemoteProtocolError(ProtocolReason.LIMIT_EXCEEDED, f"{RANKS} ranks are registered already")
         lives = self._lives.setdefault(one.dp_rank, OrderedDict())
         name = (one.engine_id, one.kvferry.epoch if one.kvferry else None)
         life = lives.get(name)
@@ -129,17 +145,29 @@ class Directory:
                 lives.popitem(last=False)
         life.ranks[(one.tp_rank, one.pp_rank)] = one
 
+    def _count(self) -> int:
+        return sum(len(life.ranks) for lives in self._lives.values() for life in lives.values())
+
+    def _known(self, one: Registration) -> Registration | None:
+        """What this rank has registered before."""
+        name = (one.engine_id, one.kvferry.epoch if one.kvferry else None)
+        life = self._lives.get(one.dp_rank, OrderedDict()).get(name)
+        return life.ranks.get((one.tp_rank, one.pp_rank)) if life is not None else None
+
     def listing(self) -> dict[int, EngineEntry]:
         """What ``GET /query`` answers."""
         newest = {key: next(reversed(lives.values())) for key, lives in self._lives.items()}
         return {key: _entry(life) for key, life in newest.items() if life.ranks and life.complete()}
 
     def addresses(self, engine: EngineId) -> tuple[str, ...]:
-        """Of the ranks of an engine that has registered, in whatever order; empty when it has not."""
+        """Where the ranks of an engine that has registered are reached by kvferry: its secure doors where it has them.
+
+        In whatever order; empty when it has not registered.
+        """
         for lives in self._lives.values():
             life = next(reversed(lives.values()))
             if life.engine_id == engine:
-                return tuple(one.addr for one in life.ranks.values())
+                return tuple((one.kvferry and one.kvferry.secure) or one.addr for one in life.ranks.values())
         return ()
 
 
@@ -177,7 +205,8 @@ def _card(ranks: Mapping[tuple[int, int], Registration]) -> EngineCard | None:
         epoch=first.epoch,
         tp_size=first.tp_size,
         pp_size=first.pp_size,
-        ranks=tuple(RankEntry(c.fingerprint, c.transport, c.transport_address) for c in known),
+        ranks=tuple(RankEntry(c.fingerprint, c.transport, c.transport_address, c.secure) for c in known),
         model=first.model,
         features=tuple(feature for feature in first.features if feature in shared),
+        keys=first.keys if all(card.keys == first.keys for card in known) else "",
     )

@@ -4,6 +4,8 @@ A :class:`Link` is one DEALER socket, one connection, never reconnected; when it
 libzmq falls silent, it is lost and over. :class:`Links` keeps them by pull: pulls to kvferry producers share one
 connection for each address and are told apart by their number, a pull to an upstream producer, whose errors name
 nobody, has a connection of its own.
+
+With keys, every link speaks CURVE and never falls back to plain, but for those to a producer of upstream's.
 """
 
 import asyncio
@@ -17,6 +19,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from kvferry.control.doors import CurveKeys, be_client
 from kvferry.control.sockets import SocketOptions, check_endpoint, make_context, make_socket, send_now
 from kvferry.errors import ProtocolReason, RemoteProtocolError
 
@@ -49,11 +52,14 @@ class Link:
         on_frame: Callable[[bytes], object],
         on_lost: Callable[[], object],
         options: SocketOptions,
+        keys: CurveKeys | None = None,
     ) -> None:
         check_endpoint(address)
         self._on_frame = on_frame
         self._on_lost = on_lost
         self._socket = make_socket(context, zmq.DEALER, options)
+        if keys is not None:
+            be_client(self._socket, keys)
         self._monitor = self._socket.get_monitor_socket(_WATCHED)
         self._connect(address)
         loop = asyncio.get_running_loop()
@@ -157,7 +163,10 @@ class Links(Generic[K]):
         on_reply: Callable[[K, bytes], object],
         on_lost: Callable[[K], object],
         options: SocketOptions | None = None,
+        keys: CurveKeys | None = None,
     ) -> None:
+        """``keys``: of the secret, where there is one; producers that are kvferry are spoken to with them only."""
+        self._keys = keys
         self._on_reply = on_reply
         self._on_lost = on_lost
         self._options = options or SocketOptions()
@@ -179,7 +188,7 @@ class Links(Generic[K]):
         check_endpoint(address)
         self.forget(key)
         if number is None:
-            link = self._link(address, lambda frame: self._reply(key, frame), lambda: self._lose_own(key))
+            link = self._link(address, lambda frame: self._reply(key, frame), lambda: self._lose_own(key), plain=True)
             self._own[key] = link
             self._routes[key] = _Route(address, None)
             link.send(data)
@@ -212,8 +221,11 @@ class Links(Generic[K]):
         if shared is not None and shared.keys.pop(route.number, None) is not None:
             self._mind_idle(route.address, shared)
 
-    async def ask(self, address: str, data: bytes, *, timeout: float) -> bytes:
-        """Send one frame on a connection of its own and wait for one back; raises :class:`RemoteProtocolError`."""
+    async def ask(self, address: str, data: bytes, *, timeout: float, plain: bool = False) -> bytes:
+        """Send one frame on a connection of its own and wait for one back; raises :class:`RemoteProtocolError`.
+
+        ``plain``: without keys, to find out whether a producer is upstream's.
+        """
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
         def came(frame: bytes) -> None:
@@ -224,7 +236,7 @@ class Links(Generic[K]):
             if not answer.done():
                 answer.set_exception(_lost(address))
 
-        link = self._link(address, came, lost)
+        link = self._link(address, came, lost, plain=plain)
         link.send(data)
         try:
             async with asyncio.timeout(timeout):
@@ -250,8 +262,16 @@ class Links(Generic[K]):
         if not self._context.closed:
             self._context.destroy(linger=0)
 
-    def _link(self, address: str, on_frame: Callable[[bytes], object], on_lost: Callable[[], object]) -> Link:
-        return Link(self._context, address, on_frame=on_frame, on_lost=on_lost, options=self._options)
+    def _link(
+        self,
+        address: str,
+        on_frame: Callable[[bytes], object],
+        on_lost: Callable[[], object],
+        *,
+        plain: bool = False,
+    ) -> Link:
+        keys = None if plain else self._keys
+        return Link(self._context, address, on_frame=on_frame, on_lost=on_lost, options=self._options, keys=keys)
 
     def _sharing(self, address: str) -> _Shared[K]:
         shared = self._shared.get(address)

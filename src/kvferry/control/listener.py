@@ -1,24 +1,31 @@
 """The producer's door: a ROUTER socket on which consumer ranks pull, and by which they are answered.
 
 One payload frame each way, as upstream has it. A message of any other shape is dropped and counted; it never stops
-the listener. Whether a consumer is still there is found out by answering it: sending to a connection that is gone
-fails at once (mandatory routing), which is why open pulls are kept alive by empty answers.
+the listener. A guard, where one is set, decides who may connect at all. Whether a consumer is still there is found out
+by answering it: sending to a connection that is gone fails at once (mandatory routing), which is why open pulls are
+kept alive by empty answers.
 """
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
 import zmq
 import zmq.asyncio
 
+from kvferry.control.doors import Gatekeeper, Guard
+from kvferry.control.networks import plain_address
 from kvferry.control.sockets import SocketOptions, endpoint, make_context, make_socket, send_now
 from kvferry.errors import ConfigError, ConfigReason
 
 logger = logging.getLogger(__name__)
 
 _FRAMES: Final = 2
+
+_KNOWN_PEERS: Final = 4_096
+"""Connections whose peer's address is remembered."""
 
 
 class Listener:
@@ -33,12 +40,16 @@ class Listener:
         on_message: Callable[[bytes, bytes], object],
         on_lost: Callable[[bytes], object],
         options: SocketOptions | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self._on_message = on_message
         self._on_lost = on_lost
         self._options = options or SocketOptions()
+        self._guard = guard
+        self._keeper: Gatekeeper | None = None
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
+        self._peers: OrderedDict[bytes, str] = OrderedDict()
         self._task: asyncio.Task[None] | None = None
         self.address = ""
         """``tcp://host:port`` once started."""
@@ -50,6 +61,9 @@ class Listener:
         self._context = make_context()
         self._socket = make_socket(self._context, zmq.ROUTER, self._options)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if self._guard is not None:
+            self._keeper = Gatekeeper(self._context, self._guard)
+            self._guard.arm(self._socket)
         try:
             self._socket.bind(endpoint(host, port or None))
         except zmq.ZMQError as error:
@@ -61,6 +75,15 @@ class Listener:
         self.address = endpoint(host, int(bytes(bound).decode().rstrip("\0").rpartition(":")[2]))
         self._task = asyncio.get_running_loop().create_task(self._receive(self._socket))
         return self.address
+
+    def address_of(self, connection: bytes) -> str:
+        """The IP address that a connection comes from, while its message is being dealt with; else empty."""
+        return self._peers.get(connection, "")
+
+    @property
+    def refused(self) -> int:
+        """Connections that the guard has not let in."""
+        return self._keeper.refused if self._keeper is not None else 0
 
     def send(self, connection: bytes, data: bytes) -> None:
         """Send one frame. To a connection that is gone nothing is sent and its loss is told."""
@@ -80,6 +103,8 @@ class Listener:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+        if self._keeper is not None:
+            await self._keeper.close()
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None
@@ -87,11 +112,23 @@ class Listener:
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            frames = await socket.recv_multipart()
+            frames = await socket.recv_multipart(copy=False)
             if len(frames) != _FRAMES:
                 self.malformed += 1
                 logger.warning("a message of %d frames is dropped", len(frames) - 1)
                 continue
+            connection = frames[0].bytes
+            self._remember(connection, frames[1])
             # By way of the loop: a fault in the callback is the loop's to report, and does not end the listener.
-            loop.call_soon(self._on_message, frames[0], frames[1])
+            loop.call_soon(self._on_message, connection, frames[1].bytes)
             await asyncio.sleep(0)
+
+    def _remember(self, connection: bytes, frame: zmq.Frame) -> None:
+        try:
+            address = plain_address(str(frame.get("Peer-Address")))
+        except zmq.ZMQError:  # the connection is gone already, or this libzmq does not tell
+            address = None
+        self._peers[connection] = str(address or "")
+        self._peers.move_to_end(connection)
+        if len(self._peers) > _KNOWN_PEERS:
+            self._peers.popitem(last=False)

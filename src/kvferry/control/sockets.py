@@ -36,6 +36,12 @@ class SocketOptions:
     max_queued: int = 10_000
     """Frames waiting for one peer; at one more it is taken as lost."""
 
+    max_unread: int = 1_000
+    """Frames of one peer that wait to be read here; then its connection waits, and others do not."""
+
+    backlog: int = 1_024
+    """Connections that wait to be accepted."""
+
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             if not getattr(self, name) > 0:
@@ -55,6 +61,8 @@ def make_socket(context: zmq.asyncio.Context, kind: int, options: SocketOptions)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, options.max_message)
     socket.setsockopt(zmq.SNDHWM, options.max_queued)
+    socket.setsockopt(zmq.RCVHWM, options.max_unread)
+    socket.setsockopt(zmq.BACKLOG, options.backlog)
     socket.setsockopt(zmq.HEARTBEAT_IVL, round(options.heartbeat * 1000))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(options.silence * 1000))
     socket.setsockopt(zmq.HANDSHAKE_IVL, round(options.connect * 1000))

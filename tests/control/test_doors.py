@@ -1,0 +1,226 @@
+"""Doors over real sockets, with strangers in a process of their own."""
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from kvferry.control import CurveKeys, Guard, Links, ListedDoor, Listener, Networks, Secret, SecureDoor, SocketOptions
+from kvferry.errors import ProtocolReason, RemoteProtocolError
+
+from .test_exchange import HOST, Consumer, Producer, reply, run, until
+
+KEYS = CurveKeys.of(Secret.of(b"5b3f0d6a9c1e47b28d5502f0a7e6c4d1", source="test"))
+OTHER = CurveKeys.of(Secret.of(b"1d4c6e7a0f2055d82b74e1c9a6d0f3b5", source="test"))
+
+STRANGER = """
+import sys, zmq
+address, mode, server = sys.argv[1:]
+socket = zmq.Context().socket(zmq.DEALER)
+socket.setsockopt(zmq.LINGER, 0)
+if mode == "own keys":
+    socket.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
+    public, hidden = zmq.curve_keypair()
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, hidden)
+elif mode == "password":
+    socket.setsockopt(zmq.PLAIN_USERNAME, b"kvferry")
+    socket.setsockopt(zmq.PLAIN_PASSWORD, b"x" * 200)
+socket.connect(address)
+for _ in range(20):
+    try:
+        socket.send(b"let me in", zmq.NOBLOCK)
+    except zmq.Again:  # the door has hung up
+        pass
+    if socket.poll(50):
+        print("answered", flush=True)
+print("over", flush=True)
+"""
+
+
+def stranger(*arguments: str) -> bytes:
+    """What a process that tries to get in for a second has to say."""
+    command = [sys.executable, "-c", STRANGER, *arguments]
+    return subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=60).stdout
+
+
+def listener(producer: Producer, guard: Guard | None) -> Listener:
+    def heard(connection: bytes, data: bytes) -> None:
+        producer.heard.append((connection, data))
+        made.send(connection, reply(1))
+
+    made = Listener(on_message=heard, on_lost=producer.lost.append, options=SocketOptions(), guard=guard)
+    return made
+
+
+def links(consumer: Consumer, keys: CurveKeys | None) -> Links[str]:
+    return Links(
+        on_reply=lambda key, data: consumer.replies.append((key, data)),
+        on_lost=consumer.lost.append,
+        options=SocketOptions(),
+        keys=keys,
+    )
+
+
+def test_holders_of_the_secret_speak_through_the_secure_door() -> None:
+    async def main() -> None:
+        producer, consumer = Producer(), Consumer()
+        door, side = listener(producer, SecureDoor(KEYS)), links(consumer, KEYS)
+        address = await door.start(HOST)
+        side.pull("a", address, b"x" * 100_000, number=1)
+        await until(lambda: consumer.replies)
+        assert producer.heard[0][1] == b"x" * 100_000
+        assert await side.ask(address, b"q", timeout=5) == reply(1)
+        assert door.refused == 0
+        await side.close()
+        await door.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("keys", [None, OTHER], ids=["no secret", "another secret"])
+def test_links_without_its_secret_are_lost_and_nothing_is_heard(keys: CurveKeys | None) -> None:
+    async def main() -> None:
+        producer, consumer = Producer(), Consumer()
+        door, side = listener(producer, SecureDoor(KEYS)), links(consumer, keys)
+        address = await door.start(HOST)
+        side.pull("a", address, b"pull", number=1)
+        await until(lambda: consumer.lost)
+        with pytest.raises(RemoteProtocolError) as caught:
+            await side.ask(address, b"q", timeout=5)
+        assert caught.value.reason is ProtocolReason.PEER_LOST
+        assert not producer.heard
+        await side.close()
+        await door.close()
+
+    run(main)
+
+
+def test_a_link_with_keys_never_falls_back_to_plain() -> None:
+    """A producer without a door, or somebody in its place, hears nothing of a consumer that has a secret."""
+
+    async def main() -> None:
+        producer, consumer = Producer(), Consumer()
+        door, side = listener(producer, None), links(consumer, KEYS)
+        address = await door.start(HOST)
+        side.pull("a", address, b"pull", number=1)
+        side.note(address, b"note")
+        await until(lambda: consumer.lost)
+        assert not producer.heard
+        assert await side.ask(address, b"for upstream", timeout=5, plain=True) == reply(1)
+        side.pull("b", address, b"pull upstream", number=None)
+        await until(lambda: len(producer.heard) == 2)
+        await side.close()
+        await door.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("mode", ["plain", "own keys", "password"])
+def test_a_stranger_in_another_process_is_not_heard(mode: str) -> None:
+    """Also one that knows the public key of the server, and holds keys of its own."""
+
+    async def main() -> None:
+        producer, consumer = Producer(), Consumer()
+        door, side = listener(producer, SecureDoor(KEYS)), links(consumer, KEYS)
+        address = await door.start(HOST)
+        said = await asyncio.to_thread(stranger, address, mode, KEYS.server.public.decode())
+        assert said == b"over\n"
+        assert not producer.heard
+        assert door.refused >= (mode == "own keys")
+        side.pull("a", address, b"mine", number=1)
+        await until(lambda: consumer.replies)
+        await side.close()
+        await door.close()
+
+    run(main)
+
+
+def test_a_stranger_is_heard_by_a_door_that_is_open() -> None:
+    """The control of the test above."""
+
+    async def main() -> None:
+        producer = Producer()
+        door = listener(producer, None)
+        address = await door.start(HOST)
+        said = await asyncio.to_thread(stranger, address, "plain", "-")
+        assert b"answered" in said
+        assert producer.heard
+        await door.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("networks", "heard"),
+    [(["127.0.0.0/8"], True), (["127.0.0.1"], True), (["10.0.0.0/8", "::1"], False), (["127.0.0.2"], False)],
+)
+def test_the_listed_door_goes_by_the_address_of_the_connection(networks: list[str], heard: bool) -> None:
+    async def main() -> None:
+        producer, consumer = Producer(), Consumer()
+        door = listener(producer, ListedDoor(Networks.parse(networks, option="upstream_peers")))
+        side = links(consumer, None)
+        address = await door.start(HOST)
+        side.pull("a", address, b"pull", number=1)
+        await until(lambda: consumer.replies or consumer.lost)
+        assert bool(producer.heard) is heard
+        assert bool(consumer.lost) is not heard
+        assert bool(door.refused) is not heard
+        if heard:
+            assert door.address_of(producer.heard[0][0]) == HOST
+        await side.close()
+        await door.close()
+
+    run(main)
+
+
+def test_junk_bytes_do_not_stop_the_secure_door() -> None:
+    async def main() -> None:
+        producer, consumer = Producer(), Consumer()
+        door, side = listener(producer, SecureDoor(KEYS)), links(consumer, KEYS)
+        address = await door.start(HOST)
+        port = int(address.rpartition(":")[2])
+        greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(15) + b"\x00" + bytes(31)
+        hello = b"\x04\xc8\x05HELLO\x01\x00" + bytes(192)
+        for junk in (
+            b"",
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\xff" * 4096,
+            greeting,
+            greeting + hello,
+            greeting + b"\x06" + b"\xff" * 8,
+        ):
+            _, writer = await asyncio.open_connection(HOST, port)
+            writer.write(junk)
+            await writer.drain()
+            writer.close()
+        side.pull("a", address, b"mine", number=1)
+        await until(lambda: consumer.replies)
+        assert [data for _, data in producer.heard] == [b"mine"]
+        await side.close()
+        await door.close()
+
+    run(main)
+
+
+def test_a_silent_gatekeeper_lets_nobody_in() -> None:
+    """libzmq's default, when nobody answers its question, is to let everybody in: the door insists."""
+
+    async def main() -> None:
+        producer, consumer = Producer(), Consumer()
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.ROUTER)
+        SecureDoor(KEYS).arm(socket)
+        port = socket.bind_to_random_port(f"tcp://{HOST}")
+        side = links(consumer, KEYS)
+        side.pull("a", f"tcp://{HOST}:{port}", b"pull", number=1)
+        await until(lambda: consumer.lost)
+        assert not producer.heard
+        assert not await socket.poll(100)
+        await side.close()
+        context.destroy(linger=0)
+
+    run(main)
