@@ -3,7 +3,7 @@ PY := .venv/bin/python
 SHELL := bash
 .DEFAULT_GOAL := help
 
-.PHONY: help setup setup-core demo demo-quick test test-quick check fuzz-plan bench-plan bench-costs mutants format faults soak model-check
+.PHONY: help gpu-check setup setup-core demo demo-quick test test-quick check fuzz-plan fuzz-wire bench-plan bench-costs bench-ttft bench-verify load-routers mutants format faults soak model-check test-vllm contract
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -35,16 +35,40 @@ test: setup  ## everything: checks, unit, property, conformance and real-vLLM te
 test-quick: setup  ## without the real-vLLM tests
 	@$(PY) -m pytest -m "not vllm"
 
+test-vllm: setup  ## pairs of real engines over the whole covering array, then docs/support.md from the results
+	@start=$$SECONDS; mkdir -p build; rm -f build/cells.jsonl; \
+	  $(PY) -m pytest tests/vllm/test_cells.py --cells all --cell-results build/cells.jsonl; rc=$$?; \
+	  $(PY) scripts/make_support.py --results build/cells.jsonl && echo "make test-vllm took $$((SECONDS - start)) s"; exit $$rc
+
+contract: setup  ## RELEASE=0.33.0: what that vLLM release asks of a connector, for tests/vllm/test_contract.py
+	@$(PY) -m kvferry.testing.vllm_contract tests/vllm/contract $(RELEASE)
+
 START ?= 0
 COUNT ?= 100000
 fuzz-plan: setup  ## random pairs against the oracle, seeds START.. (COUNT of them)
 	@$(PY) -m kvferry.testing.fuzz_plan --start $(START) --count $(COUNT)
+
+COUNT_WIRE ?= 1000000
+fuzz-wire: setup  ## bad bytes into every decoder, inputs START.. (COUNT_WIRE of them)
+	@$(PY) -m kvferry.testing.fuzz_wire --start $(START) --count $(COUNT_WIRE)
 
 bench-plan: setup  ## planning speed, against vLLM's own connector
 	@$(PY) -m pytest benchmarks/bench_plan.py -p no:cacheprovider --benchmark-columns=min,median,rounds -q -s
 
 bench-costs: setup  ## what descriptors and bytes cost on this machine, for each transport
 	@$(PY) benchmarks/bench_costs.py 2> /dev/null
+
+bench-verify: setup  ## what comparing pages costs: one transfer with verify off, sample and full
+	@$(PY) benchmarks/bench_verify.py 2> /dev/null
+
+bench-ttft: setup  ## time to first token of a pair, against one engine and vLLM's own connector: docs/ttft.md
+	@$(PY) benchmarks/bench_ttft.py
+
+.venv-router/bin/vllm-router: packaging/vllm-router/requirements.txt
+	@python3 -m venv .venv-router && .venv-router/bin/pip install -q -r packaging/vllm-router/requirements.txt && touch $@
+
+load-routers: setup .venv-router/bin/vllm-router  ## 200 mixed requests through both routers, and an audit of all of them
+	@$(PY) scripts/load_routers.py
 
 dumps: setup  ## layouts of five real vLLM models, planned by kvferry and by vLLM's own connector: docs/dumps.md
 	@$(PY) scripts/dumps.py
@@ -59,5 +83,8 @@ SECONDS_OF_SOAK ?= 600
 soak: setup  ## ten minutes of mixed load with faults, then an audit (SECONDS_OF_SOAK=60 for one)
 	@$(PY) -m kvferry.testing.soak --seconds $(SECONDS_OF_SOAK)
 
-model-check: setup  ## small worlds of the protocol, explored without gaps
-	@$(PY) -m kvferry.testing.explore
+gpu-check: setup  ## what only a GPU can show; on a machine without one it says what it skipped
+	@$(PY) scripts/gpu_check.py
+
+model-check: setup  ## small worlds of the protocol, explored without gaps: docs/model-check.md
+	@$(PY) scripts/model_check.py

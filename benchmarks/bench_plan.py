@@ -56,7 +56,7 @@ PLANS: dict[int, Any] = {}
 def compiled(some: Case) -> Any:
     if id(some) not in PLANS:
         PLANS[id(some)] = compile_plan([some.src.placement], [some.dst.placement])
-        PLANS[id(some)].pair(0, 0)
+        assert PLANS[id(some)].pair(0, 0).rows
     return PLANS[id(some)]
 
 
@@ -87,10 +87,12 @@ def side(ranks: int, base: int) -> tuple[Placement, ...]:
 
 
 def compile_all(producers: tuple[Placement, ...], consumers: tuple[Placement, ...]) -> Plan:
-    """Every pair of two sides."""
+    """Every pair of two sides, and the rows of its full units."""
     plan = compile_plan(producers, consumers)
-    for pair in plan.pairs():
-        plan.pair(*pair)
+    for number in plan.pairs():
+        pair = plan.pair(*number)
+        assert pair is not None
+        assert pair.rows
     return plan
 
 

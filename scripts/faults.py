@@ -7,6 +7,7 @@ byte was wrong, a block lost, a resource leaked or a fault went otherwise than i
 """
 
 import argparse
+import datetime
 import os
 import platform
 import sys
@@ -30,6 +31,33 @@ that were not what they must be in a request reported as done, and bytes that la
 (blocks are overwritten when they go back, on both sides, so that a late read or write shows). *Lost* counts blocks that
 did not come home, *leaked* threads and file descriptors above those before the fault.
 
+This page is written by the command from what it saw; nothing in it is edited by hand.
+
+"""
+
+TAIL = """
+## Where the seconds go
+
+With the default options, for a peer that is cut off without a word (link down, black hole, a stopped process):
+
+| side | what happens | seconds |
+|---|---|--:|
+| consumer | no heartbeat of the producer's libzmq for `silence_timeout`; the request fails | up to 4 |
+| consumer | the engine that receives from it is destroyed, so nothing lands any more; blocks go back | up to 1 more |
+| producer | its keep-alive, sent every 2 s, finds a connection that libzmq dropped after the same silence | up to 6 |
+| producer | the write is told to stop (`stop_timeout`) | 2 more |
+| producer | still in doubt, it waits for writes to other consumers to end first (`fence_after`) | 3 more |
+| producer | the engine is destroyed, so nothing is read any more; blocks go back | up to 1 more |
+| producer | meanwhile the cache is kept for another consumer (`lost_consumer_grace`), in parallel | 5 |
+
+So the producer's blocks are back after 12 s at the latest, unless destroying the engine takes longer than a second.
+Less is not proven: a shorter silence would take a busy peer for a dead one, and a fence without waiting would fail the
+writes to every other consumer, since one engine serves them all. A peer that is killed is noticed as soon as a write or
+a keep-alive meets its closed connection.
+
+Over `cma` a writer that is stopped cannot be proven quiet before it ends or goes on, because it may be between two
+system calls: its blocks stay held, up to `quarantine_max_fraction` of all, above which new fetches are refused
+([protocol.md](protocol.md), rule 4).
 """
 
 
@@ -43,6 +71,8 @@ def attempt(fault: Fault) -> tuple[Fault, Row | str]:
         found = f"{type(error).__name__}: {error}"
     good = isinstance(found, Row) and found.good
     print(f"{'ok  ' if good else 'BAD '} {time.monotonic() - began:5.1f} s  {fault.name}", flush=True)
+    if isinstance(found, Row):
+        print(f"      {line(found)}", flush=True)
     if not good:
         print(f"      {found}", flush=True)
     return fault, found
@@ -67,8 +97,9 @@ def page(rows: list[Row], skipped: list[str], seconds: float) -> str:
     wrong, lost, leaked = (sum(getattr(row, name) for row in rows) for name in ("wrong", "lost", "leaked"))
     table = [f"| {' | '.join(heads)} |", "|---|---|---|---|---|---|--:|--:|--:|--:|--:|", *map(line, rows)]
     total = f"\n{len(rows)} faults, {wrong} bytes wrong, {lost} blocks lost, {leaked} resources leaked.\n"
-    made = f"\nMade in {seconds:.0f} s on {platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}.\n"
-    return HEAD + "\n".join([*table, total, *(f"Skipped: {one}\n" for one in skipped), made])
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}"
+    made = f"\nMade on {datetime.date.today()} in {seconds:.0f} s, {machine}.\n"
+    return HEAD + "\n".join([*table, total, *(f"Skipped: {one}\n" for one in skipped), made]) + TAIL
 
 
 def main() -> int:

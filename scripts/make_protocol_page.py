@@ -34,7 +34,11 @@ nothing, because such an event came late, came twice, or is about something that
    socket, memory that was unregistered, or a lost connection prove nothing.
 4. **One fence for each doubt.** A consumer has one receive engine for each life of each producer. In doubt it destroys
    that one, and nobody else's transfers notice. Over `cma`, where nothing on the receiving side can stop a writer, only
-   the end of the writer's process is proof.
+   the end of the writer's process is proof, or its own word. A stopped process has neither: it is between two system
+   calls, and goes on with the next one when it is continued, so its state in `/proc` proves nothing. Its blocks stay
+   held, the proof is tried again every `fence_latest`, and fetches from it are refused. With `quarantined_blocks` held
+   (the option `quarantine_max_fraction`) every new fetch is refused, by name, until a proof comes: the process ends, or
+   goes on and says that it has given up. Blocks are never given back unproven.
 5. **At most one write for each (transfer, consumer rank).** A pull that comes twice is refused the second time, and not
    before the first is quiet. No write begins for a transfer that is over.
 6. **A word that frees is given late.** A producer names a request, as ok or as failed, only when its write is quiet,
@@ -67,8 +71,9 @@ newest 1,024 transfers with the newest 64 events of each, as words: no block lis
 
 * Hypothesis drives both machines, joined over a network that loses, repeats and reorders, with timers, restarts and
   failing engines, and checks them after every event (`tests/protocol/test_joined.py`).
-* A small model is explored without gaps: two producer ranks, one consumer rank, two requests, one crash
-  (`kvferry.testing.explore`, `make model-check`).
+* Small worlds are explored without gaps, with the machines themselves: two producer ranks, one consumer rank, two
+  requests, and a crash of either side, lost, repeated and late messages, lies of an engine, aborts (`make model-check`;
+  states, steps and what holds in each are in [model-check.md](model-check.md)).
 * Faults are injected into real processes (`make faults`); what each side said is in [faults.md](faults.md).
 """
 

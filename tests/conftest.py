@@ -14,6 +14,19 @@ settings.register_profile("any-machine", deadline=None)
 settings.load_profile("any-machine")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Of tests/vllm/test_cells.py."""
+    group = parser.getgroup("kvferry")
+    group.addoption("--cells", choices=["core", "all"], default="core", help="cells of real engines: the core, or all")
+    group.addoption("--cell-results", metavar="FILE", help="add a JSON line for each cell to this file")
+
+
+@pytest.fixture(autouse=True)
+def tables_of_one_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal that a run was started from must not decide how wide the tables of its answers are."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where this run builds its tiny models."""

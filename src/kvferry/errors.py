@@ -85,8 +85,11 @@ class ProtocolReason(StrEnum):
     EXPIRED = "expired"
     ABORTED = "aborted"
     TRANSPORT_FAILED = "transport-failed"
+    VERIFY_MISMATCH = "verify-mismatch"
     LIMIT_EXCEEDED = "limit-exceeded"
     VERSION = "version-mismatch"
+    UNAUTHORIZED = "unauthorized"
+    TARGET_REFUSED = "write-target-refused"
 
 
 class ProtocolError(FerryError):

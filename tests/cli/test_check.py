@@ -10,7 +10,7 @@ import pytest
 from kvferry.layout import ContextParallel, Group, Layout
 from kvferry.testing.commands import call, write_layouts
 from kvferry.testing.example_layouts import hybrid, token_major
-from kvferry.testing.layouts import page, worker
+from kvferry.testing.layouts import page, state, worker
 
 
 def checked(producers: list[Path], consumers: list[Path]) -> dict[str, Any]:
@@ -49,6 +49,42 @@ def test_attention_by_tokens_and_state_by_requests(tmp_path: Path) -> None:
     assert (state["runs_per_block"], state["smallest_run"], state["unit_tokens"]) == (2, 320, None)
     assert (pair["descriptors_per_1000_tokens"], pair["descriptors_per_state"]) == (125, 2)
     assert (pair["bytes_per_1000_tokens"], pair["bytes_per_state"]) == (64_000, 640)
+
+
+def test_groups_over_one_storage_are_measured_with_blocks_of_their_own(tmp_path: Path) -> None:
+    """Two groups take turns in the same rows: one run for each block of either, never two reads of one byte."""
+    groups = [Group("attention", 4), Group("attention", 4, sliding_window=8)]
+
+    def side(base: int) -> Layout:
+        return worker(
+            [page(f"m.{g}.attn", tokens=4, nbytes=10, group=g, address=base) for g in range(2)], groups=groups
+        )
+
+    paths = write_layouts(tmp_path, p=side(4096), d=side(65_536))
+    (pair,) = checked([paths["p"]], [paths["d"]])["pairs"]
+    assert pair["descriptors_per_1000_tokens"] == 500
+    assert (pair["bytes_per_1000_tokens"], pair["smallest_run"]) == (20_000, 40)
+
+
+def test_what_padding_would_save_is_measured(tmp_path: Path) -> None:
+    """Two layers, and two states, in one row of each block: two runs, or one when the padding between may move."""
+    groups = [Group("attention", 4), Group("state", 4)]
+
+    def side(base: int) -> Layout:
+        rows = [page(f"m.{n}.attn", tokens=4, nbytes=10, block_stride=128, address=base + 64 * n) for n in range(2)]
+        states = [
+            state(f"m.{n}.mix", part=(0, 1, 1), nbytes=40, group=1, block_stride=128, address=base + 4096 + 64 * n)
+            for n in range(2)
+        ]
+        return worker([*rows, *states], groups=groups)
+
+    paths = write_layouts(tmp_path, p=side(8192), d=side(65_536))
+    (pair,) = checked([paths["p"]], [paths["d"]])["pairs"]
+    assert (pair["descriptors_per_1000_tokens"], pair["descriptors_per_1000_tokens_with_padding"]) == (500, 250)
+    assert (pair["descriptors_per_state"], pair["descriptors_per_state_with_padding"]) == (2, 1)
+    out = call(["check", paths["p"], paths["d"]]).out
+    assert "500 descriptors (250 with allow_padding) and 20,000 bytes per 1,000 tokens" in out
+    assert "2 descriptors (1 with allow_padding) and 80 bytes of state a request" in out
 
 
 def test_unequal_blocks_meet_at_their_common_edge(tmp_path: Path) -> None:

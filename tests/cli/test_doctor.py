@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -48,17 +49,32 @@ def test_a_sound_machine_is_zero_and_pages_went_through_both_transports(host: st
     pages = found(done)
     assert pages["marker page over mooncake"]["facts"]["protocol"] == "tcp"
     assert pages["marker page over cma"]["facts"]["protocol"] == "process_vm_writev"
+    engine = pages["mooncake engine"]
+    assert (engine["facts"]["rows"], engine["facts"]["row_bytes"]) == (1000, 1 << 20)
+    assert ("built for CPU memory alone" in engine["said"]) == (engine["facts"]["built_with"] == [])
     assert pages["mooncake version"]["facts"]["version"].startswith("mooncake-transfer-engine")
     assert done.stderr == ""
     explained = PAGE.read_text()
-    assert not [name for name in pages if f"`{name}`" not in explained], "docs/doctor.md names every finding"
+    missing = [name for name in (*pages, *said["choices"]) if f"`{name}`" not in explained]
+    assert not missing, "docs/doctor.md names every choice and finding"
+
+
+def test_the_engines_settings_reach_the_engine() -> None:
+    first = free_port()
+    ports = [f"MC_MIN_RPC_PORT={first}", f"MC_MAX_RPC_PORT={first + 20}"]
+    done = doctor("--config", config(mooncake_env=ports), "--host", "127.0.0.1", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = re.search(r"starts on 127\.0\.0\.1:(\d+)", found(done)["mooncake engine"]["said"])
+    assert told is not None
+    assert first <= int(told[1]) <= first + 20
+    assert doctor("--config", config(mooncake_env=["MC_FORCE_TCP=1"])).returncode == 2
 
 
 def test_what_cannot_work_is_one_and_named() -> None:
     done = doctor("--config", config(mooncake_protocol="rdma"), "--host", "127.0.0.1", "--json")
     assert done.returncode == 1
     assert found(done)["mooncake engine"]["facts"] == {"reason": "wrong-protocol"}
-    assert found(done)["marker page over mooncake"]["verdict"] == "failed"
+    assert found(done)["marker page over mooncake"]["verdict"] == "skipped"
     assert found(done)["marker page over cma"]["verdict"] == "ok"
 
 

@@ -67,7 +67,7 @@ def test_kernel_blocks_that_continue_each_other_are_one_piece(tmp_path: Path) ->
     text = explained(tmp_path, [side(8, 2)], [side(4, 2)])
     assert "the producer's 2 kernel blocks follow each other row by row, 16 tokens in all" in text
     assert "unit: 8 tokens" in text
-    assert "equal block sizes, now 16 tokens at the producer and 8 at the consumer" in text
+    assert "blocks of 16 tokens on both sides, now 16 at the producer and 8 at the consumer" in text
 
 
 def test_interleaves_limit_units(tmp_path: Path) -> None:
@@ -104,11 +104,58 @@ def test_what_is_one_run_already_needs_no_advice(tmp_path: Path) -> None:
     assert "4 units in a consumer's block: 8, joined to 2 where units touch on both sides" in text
 
 
+def keys_and_values(heads: tuple[int, int, int], base: int, *, tokens: int = 4, pages: int = 1) -> Layout:
+    """Of each head all keys, column by column, then all values, row by row; so head after head fills the page."""
+    start, held, total = heads
+    whole = held * tokens * 16
+
+    def part(name: str, at: int, inner: tuple[tuple[str, int, int], ...]) -> Component:
+        axes = (Axis("head", start, held, total, tokens * 16), *(Axis(n, 0, c, c, s) for n, c, s in inner))
+        return Component("m.0.attn", 0, name, 0, at, 8, whole * pages, axes, Content(2, "x"), pages, whole, 1)
+
+    keys = part("k", base, (("dim", 4, 2 * tokens), ("token", tokens, 2)))
+    values = part("v", base + tokens * 8, (("dim", 4, 2), ("token", tokens, 8)))
+    return worker([keys, values])
+
+
+def test_components_that_join_are_not_told_to_fold(tmp_path: Path) -> None:
+    """Each of keys and values has a run for each head; together they are one page."""
+    text = explained(tmp_path, [keys_and_values((0, 4, 4), 4096)], [keys_and_values((0, 4, 4), 65_536)])
+    assert "k run: 32 bytes = 2 bytes x 4 token x 4 dim; 4 runs in a unit" in text
+    assert "in all 250 descriptors per 1,000 tokens in scattered blocks, the smallest of 256 bytes" in text
+    assert "nothing in the layouts: every component of a block is one run already" in text
+
+
+def test_pages_that_are_one_run_each_are_told_to_follow_each_other(tmp_path: Path) -> None:
+    """Half of the heads: one run in each kernel block, and the other heads lie between two of them."""
+    sides = keys_and_values((0, 4, 4), 4096, pages=2), keys_and_values((0, 2, 4), 65_536, pages=2)
+    text = explained(tmp_path, [sides[0]], [sides[1]])
+    assert "layer 0 k: kernel blocks as large as the block, or pages that follow each other without a gap" in text
+    assert "head-major" not in text
+    assert "the smallest has 128" in text
+
+
+def test_padding_that_may_move_is_told_with_its_price(tmp_path: Path) -> None:
+    """Two layers in one row of each block, 24 bytes of padding behind each: two runs a block, or one."""
+
+    def rows(base: int) -> Layout:
+        parts = [page(f"m.{n}.attn", tokens=4, nbytes=10, block_stride=128, address=base + 64 * n) for n in range(2)]
+        return worker(parts)
+
+    text = explained(tmp_path, [rows(4096)], [rows(65_536)])
+    assert "in all 500 descriptors per 1,000 tokens" in text
+    assert (
+        "producer 0 to consumer 0: padding that may move (the library's allow_padding; kvferry plan never moves any) "
+        "joins runs of one block: 250 descriptors per 1,000 tokens instead of 500, for 6,000 bytes more"
+    ) in text
+    assert "allow_padding" not in explained(tmp_path, [token_major(0, 4, 4096)], [token_major(0, 4, 65_536)])
+
+
 def test_pairs_that_are_planned_alike_are_told_once(tmp_path: Path) -> None:
     sides = [token_major(n, 1, 4096) for n in range(4)]
     text = explained(tmp_path, sides, sides)
     assert text.count("How ") == 1
-    assert "and 1 more pairs are planned" in text
+    assert "and 1 more pair are planned" in text
 
 
 def test_a_request_adds_what_it_moves(tmp_path: Path) -> None:

@@ -123,6 +123,33 @@ def test_interleaved_components_share_the_height(tmp_path: Path) -> None:
     assert heights == {"22"}
 
 
+def test_blocks_without_a_picture_are_a_usage_error(tmp_path: Path) -> None:
+    """They only say what is drawn; nothing that is asked for is left undone in silence."""
+    path = write_layouts(tmp_path, h=hybrid())["h"]
+    answer = call(["inspect", path, "--blocks", "1"])
+    assert (answer.status, answer.out) == (2, "")
+    assert "--svg" in answer.err
+
+
+def test_the_picture_that_was_written_is_named_to_people_only(tmp_path: Path) -> None:
+    path, svg = write_layouts(tmp_path, h=hybrid())["h"], tmp_path / "h.svg"
+    assert call(["inspect", path, "--svg", svg]).out.startswith(f"wrote {svg}\n")
+    svg.unlink()
+    answer = call(["inspect", path, "--svg", svg, "--json"])
+    assert (json.loads(answer.out)["format"], answer.err) == ("kvferry.inspect/1", "")
+    assert svg.exists()
+
+
+@pytest.mark.parametrize(("columns", "widest"), [("120", 120), ("", 190), ("many", 190)])
+def test_a_piped_table_is_as_wide_as_columns_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: str, widest: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    layers = side_by_side([page(f"{'very.' * 30}long.{n}.attn", tokens=4, nbytes=8) for n in range(2)], base=0)
+    out = call(["inspect", write_layouts(tmp_path, m=worker(layers))["m"]]).out
+    assert max(len(line) for line in out.splitlines()) == widest
+
+
 @pytest.mark.parametrize("blocks", ["4", "3-9", "2-1", "x", "-1", "1-2-3", "0-", "1.5", "9" * 5000])
 def test_blocks_that_are_not_there_are_a_usage_error(tmp_path: Path, blocks: str) -> None:
     path = write_layouts(tmp_path, h=hybrid())["h"]

@@ -139,10 +139,20 @@ def test_bad_input_is_refused_with_reason_and_values(
 def test_limits_are_options(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     error = refusal([*files.arguments, "--max-descriptors", "3"], capsys)
     assert error["reason"] == "limit-exceeded"
+    assert "over the limit of 3" in error["message"]
     assert call([*files.arguments, "--max-descriptors", "4", "--json"], capsys).status == 0
     big = files.folder / "P0.json"
     big.write_bytes(big.read_bytes() + b" " * 1_100_000)
     assert refusal([*files.arguments, "--max-file-mb", "1"], capsys)["reason"] == "limit-exceeded"
+
+
+def test_a_picture_and_a_single_descriptor_are_named(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    svg = files.folder / "plan.svg"
+    answer = call([*files.arguments, "--svg", str(svg)], capsys)
+    assert answer.out.startswith(f"wrote {svg}\n")
+    assert "4 descriptors, " in answer.out
+    files.change("R.json", tokens={"start": 0, "stop": 0})
+    assert "0 descriptors, 0 bytes" in call(files.arguments, capsys).out
 
 
 def test_lists_and_repeated_options_are_the_same() -> None:

@@ -9,6 +9,7 @@ import zmq
 import zmq.asyncio
 
 from kvferry.control import CurveKeys, Guard, Links, ListedDoor, Listener, Networks, Secret, SecureDoor, SocketOptions
+from kvferry.control.doors import Gatekeeper
 from kvferry.errors import ProtocolReason, RemoteProtocolError
 
 from .test_exchange import HOST, Consumer, Producer, reply, run, until
@@ -224,3 +225,20 @@ def test_a_silent_gatekeeper_lets_nobody_in() -> None:
         context.destroy(linger=0)
 
     run(main)
+
+
+def test_a_crowd_of_strangers_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        context = zmq.asyncio.Context()
+        keeper = Gatekeeper(context, SecureDoor(KEYS))
+        for _ in range(1000):
+            keeper._judge([b"1.0", b"1", b"kvferry", b"10.6.6.6", b"", b"CURVE", bytes(32)])
+        assert keeper.refused == 1000
+        await keeper.close()
+        context.destroy(linger=0)
+
+    run(main)
+    lines = [record.getMessage() for record in caplog.records]
+    assert 8 <= len(lines) <= 20
+    assert "10.6.6.6" in lines[0]
+    assert "(512 so far)" in lines[-1]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from kvferry.errors import PlanError, PlanReason
 from kvferry.layout import Axis, Component, Content, ContextParallel, Group, Layout, Region, check_layout
-from kvferry.testing.layouts import ONE_RANK, at, page, worker
+from kvferry.layout import check as room
+from kvferry.testing.layouts import ONE_RANK, at, page, state, worker
 
 
 def every_byte(component: Component, block: int) -> list[int]:
@@ -169,3 +170,124 @@ def test_what_would_take_too_long_to_prove_is_refused() -> None:
     with pytest.raises(PlanError, match="would enumerate 8388608 runs") as refused:
         check_layout(worker(combs, groups=[Group("attention", 1 << 21)]))
     assert refused.value.reason is PlanReason.UNSUPPORTED
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"axes": (Axis("token", 0, 4, 4, 8),)}, "a state has no token axis"),
+        ({"kernel_blocks": 2, "kernel_stride": 64}, "a state component has kernel_blocks 1, not 2"),
+    ],
+)
+def test_contradictions_of_a_state_are_named(change: dict[str, object], message: str) -> None:
+    one = msgspec.structs.replace(state("l0", nbytes=8), **change)
+    with pytest.raises(PlanError, match=message) as refused:
+        check_layout(worker([one], groups=[Group("state", 16)]))
+    assert refused.value.reason is PlanReason.INVALID_LAYOUT
+
+
+def test_the_last_byte_that_there_may_be() -> None:
+    last = page("l0", tokens=4, nbytes=8, num_blocks=1, address=2**63 - 1 - 32)
+    check_layout(worker([last], regions=[Region(last.address, 32)]))
+    with pytest.raises(PlanError, match="past 2"):
+        check_layout(Layout("e", ONE_RANK, (), (Group("attention", 4),), (at(last, last.address + 1),)))
+
+
+def test_regions_that_overlap_are_refused_and_touching_ones_are_not() -> None:
+    one = page("l0", tokens=4, nbytes=8, num_blocks=2)
+    check_layout(worker([one], regions=[Region(32, 32), Region(0, 32)]))
+    with pytest.raises(PlanError, match=r"regions \[0, 33\) and \[32, 64\) overlap") as refused:
+        check_layout(worker([one], regions=[Region(32, 32), Region(0, 33)]))
+    assert refused.value.reason is PlanReason.INVALID_LAYOUT
+
+
+@pytest.mark.parametrize(("regions", "first"), [
+    ([Region(8, 100), Region(200, 32)], 0),  # begins below the first region
+    ([Region(0, 32), Region(100, 31)], 100),  # ends one byte past the second
+    ([Region(0, 32), Region(101, 31)], 100),  # begins one byte before it
+])  # fmt: skip
+def test_the_first_byte_outside_is_named(regions: list[Region], first: int) -> None:
+    one = page("l0", tokens=4, nbytes=8, num_blocks=2, block_stride=100)
+    check_layout(worker([one], regions=[Region(0, 32), Region(100, 32)]))
+    with pytest.raises(PlanError, match=rf"spans \[0, 132\); its bytes \[{first}, {first + 32}\) lie in no") as refused:
+        check_layout(worker([one], regions=regions))
+    assert refused.value.reason is PlanReason.OUTSIDE_REGION
+
+
+def entangled(blocks: int) -> Component:
+    """Two heads and three tokens at strides that interleave: nothing but enumeration shows that they are disjoint."""
+    axes = (Axis("head", 0, 2, 2, 3), Axis("token", 0, 3, 3, 2))
+    return Component("l0", 0, "kv", 0, 0, blocks, 100, axes, Content(1, "x"), 1, 100, 1)
+
+
+def combs(blocks: int) -> list[Component]:
+    """Two layers that take turns byte by byte; so many runs in each block of each."""
+    return [
+        Component(f"l{i}", i, "kv", 0, i, blocks, 100, (Axis("token", 0, 3, 3, 2),), Content(1, "x"), 1, 100, 1)
+        for i in range(2)
+    ]
+
+
+def unlike_combs(blocks: int) -> list[Component]:
+    """The same, with blocks of unequal strides, so that all of them are enumerated."""
+    one, other = combs(blocks)
+    return [one, msgspec.structs.replace(other, block_stride=102)]
+
+
+@pytest.mark.parametrize(
+    ("components", "regions", "runs"),
+    [
+        ([entangled(2)], None, 12),
+        ([entangled(2)], [Region(0, 9), Region(100, 9)], 12),
+        (combs(2), None, 6),
+        (unlike_combs(2), None, 12),
+    ],
+    ids=["within one", "in regions", "one block", "all blocks"],
+)
+def test_what_is_enumerated_is_bounded(
+    components: list[Component], regions: list[Region] | None, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = worker(components, groups=[Group("attention", 3)], regions=regions)
+    monkeypatch.setattr(room, "ENUMERATION_LIMIT", runs)
+    check_layout(layout)
+    monkeypatch.setattr(room, "ENUMERATION_LIMIT", runs - 1)
+    with pytest.raises(PlanError, match=f"would enumerate {runs} runs, over {runs - 1}") as refused:
+        check_layout(layout)
+    assert refused.value.reason is PlanReason.UNSUPPORTED
+
+
+def test_what_needs_no_enumeration_is_not_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strides that nest, ranges that follow each other in one block's frame, components in one region."""
+    monkeypatch.setattr(room, "ENUMERATION_LIMIT", 0)
+    first = page("l0", tokens=4, nbytes=8, block_stride=72)
+    second = page("l1", tokens=4, nbytes=8, block_stride=72, address=32)
+    check_layout(worker([first, second]))
+    far = [at(first, 1 << 20), at(second, (1 << 20) + 32)]
+    check_layout(worker(far))
+    # A frame that is full to its last byte, whose components are listed out of order.
+    check_layout(worker([at(second, 40), first]))
+
+
+def test_the_message_names_both_and_the_byte() -> None:
+    one = page("l0", tokens=4, nbytes=8, block_stride=64)
+    with pytest.raises(PlanError, match=r"layer 'l0' component 'kv' and layer 'l1' component 'kv': byte 24 belongs"):
+        check_layout(worker([one, page("l1", tokens=4, nbytes=8, block_stride=64, address=24)]))
+    short = page("l0", tokens=4, nbytes=8, block_stride=31)
+    with pytest.raises(PlanError, match=r"layer 'l0' component 'kv': .*; transfer length 32 exceeds block stride 31:"):
+        check_layout(worker([short]))
+    twice = Component("l0", 0, "kv", 0, 0, 2, 100, (Axis("token", 0, 3, 3, 7),), Content(8, "x"), 1, 100, 1)
+    with pytest.raises(PlanError, match=r"a stride of 7 below a run of 8 bytes: no two of") as refused:
+        check_layout(worker([twice], groups=[Group("attention", 3)]))
+    assert "exceeds" not in refused.value.message
+
+
+def test_groups_may_meet_only_in_blocks_of_one_number() -> None:
+    """Blocks of unequal strides: run by run, the number of both blocks must be the same."""
+    groups = [Group("attention", 1), Group("attention", 1)]
+    one = page("l0", tokens=1, nbytes=8, num_blocks=2, block_stride=64)
+    check_layout(worker([one, page("l1", tokens=1, nbytes=4, num_blocks=2, block_stride=66, group=1)], groups=groups))
+    said = "groups 1 and 0 share byte 64 in different blocks"
+    with pytest.raises(PlanError, match=said):
+        check_layout(
+            worker([one, page("l1", tokens=1, nbytes=4, num_blocks=3, block_stride=32, group=1)], groups=groups)
+        )

@@ -170,6 +170,13 @@ def test_rows_that_alternate_with_units_are_left_to_the_last_pass() -> None:
     check_spread(apart, units)
 
 
+def test_rows_that_touch_only_where_units_were_joined() -> None:
+    """Two units one behind the other fill the gap between two rows; the third unit, far away, leaves it open."""
+    rows = np.array([0, 20], dtype=np.int64)
+    units = np.array([0, 10, 100], dtype=np.int64)
+    check_spread(Anchored(rows, rows, np.full(2, 10, dtype=np.int64)), Places(units, units))
+
+
 def test_bands_of_rows_are_written_in_order_of_source() -> None:
     """Layers far apart with two rows each: sorted as written, so that the last pass need not sort."""
     rows = np.array([0, 20, 9000, 9020], dtype=np.int64)

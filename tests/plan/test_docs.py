@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.testing.case_features import EVERY
+
 ROOT = Path(__file__).parents[2]
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
@@ -14,7 +16,7 @@ def functions(file: Path) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize("page", ["pairs.md", "proof.md"])
+@pytest.mark.parametrize("page", ["pairs.md", "proof.md", "planner.md"])
 def test_every_test_that_a_page_names_exists(page: str) -> None:
     named = NAMED.findall((ROOT / "docs" / page).read_text())
     assert named
@@ -27,6 +29,13 @@ def test_every_row_of_the_table_of_pairs_names_a_test() -> None:
     rows = [line for line in lines if line.startswith("| ") and not line.endswith("| Test |")]
     assert len(rows) > 30
     assert [row for row in rows if not NAMED.search(row)] == []
+
+
+def test_the_table_of_features_has_each_and_none_is_rare() -> None:
+    page = (ROOT / "docs" / "planner.md").read_text()
+    found = {name: float(share) for share, name in re.findall(r"^\| ([\d.]+) % \| (.*) \|$", page, flags=re.MULTILINE)}
+    assert set(found) == set(EVERY)
+    assert min(found.values()) >= 1
 
 
 def test_every_test_of_pairs_is_in_the_table() -> None:

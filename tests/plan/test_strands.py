@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import PlanError, PlanReason
 from kvferry.plan import strands as room
-from kvferry.plan.strands import PairLoop, Shape, Strand, rows_of
+from kvferry.plan.strands import PairLoop, Shape, Strand, fold, rows_of
 
 
 def dense(draw: st.DrawFn, counts: list[int], nbytes: int) -> list[int]:
@@ -92,3 +92,8 @@ def test_the_rows_of_all_strands_are_counted_together(monkeypatch: pytest.Monkey
     monkeypatch.setattr(room, "ROWS_LIMIT", 7)
     with pytest.raises(PlanError, match="would need 8 descriptors, over 7"):
         rows_of(listed, 0, 4)
+
+
+def test_a_loop_of_one_step_is_no_loop() -> None:
+    """Whatever its strides say: they are never stepped."""
+    assert fold([PairLoop(1, 100, 7), PairLoop(3, 4, 4)], 4) == ([], 12)

@@ -88,6 +88,16 @@ class Bad(RuleBasedStateMachine):
     def lose(self, pick: int) -> None:
         del self.world.network[pick % len(self.world.network)]
 
+    @precondition(lambda self: self.world.network)
+    @rule(pick=picks)
+    def refuse(self, pick: int) -> None:
+        self.world.refuse(pick % len(self.world.network))
+
+    @rule(rank=ranks, sure=st.integers(0, 3))
+    def kill_consumer(self, rank: int, sure: int) -> None:
+        if not sure:
+            self.world.kill_consumer(self.consumer(rank))
+
     @rule(rank=ranks, pick=picks, how=st.sampled_from(["done", "quiet", "doubt"]))
     def settle_write(self, rank: int, pick: int, how: str) -> None:
         rank = self.producer(rank)
@@ -132,6 +142,8 @@ class Bad(RuleBasedStateMachine):
             assert not producer.pulls
             assert not producer.machine.held
         for consumer in self.world.consumers:
+            if consumer.dead:
+                continue
             assert set(consumer.ended) == consumer.fetched == set(consumer.released)
             assert not consumer.machine.held
 

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 
@@ -48,3 +49,30 @@ def test_the_command_serves_until_it_is_told_to_stop(peers):
     assert len(lines) == 1
     assert "pieces=1 status=200" in lines[0]
     assert decode.received[0].body["kv_transfer_params"]["remote_engine_id"] == "P"
+
+
+def run_for(arguments):
+    engines = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1"]
+    return subprocess.run(
+        [sys.executable, "-c", COMMAND, *engines, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_taken_port_is_one_line_with_its_remedy():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = run_for(["--port", str(port)])
+    assert ended.returncode == 1
+    assert ended.stdout == ""
+    assert ended.stderr.splitlines() == [
+        f"kvferry serve-router: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another --port, "
+        "or stop what listens there"
+    ]
+
+
+def test_an_address_of_another_machine_is_one_line():
+    ended = run_for(["--host", "192.0.2.1"])
+    assert ended.returncode == 1
+    assert len(ended.stderr.splitlines()) == 1
+    assert "cannot listen on 192.0.2.1 port 8000" in ended.stderr
+    assert ended.stderr.endswith("check --host and --port\n")

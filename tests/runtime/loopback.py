@@ -7,13 +7,14 @@ machines, plans and engines; sockets and processes are tested elsewhere.
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 import numpy as np
 
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout import Layout, bind_layout, encode_placement
-from kvferry.protocol import FetchEnded, Note, PullKey, Source, Span, Table, Ticket
+from kvferry.protocol import FEATURES, ConsumerLimits, FetchEnded, Note, PullKey, Source, Span, Table, Ticket
 from kvferry.runtime import Fetch, Local, Publication, RuntimeOptions, Timing
 from kvferry.runtime.consumer import ConsumerCore
 from kvferry.runtime.journal import ConsumerJournal, ProducerJournal
@@ -22,6 +23,7 @@ from kvferry.runtime.producer import ProducerCore
 from kvferry.runtime.producers import RemoteEngine, RemoteRank
 from kvferry.runtime.report import Report
 from kvferry.runtime.tally import Tally
+from kvferry.testing.faulty import FaultyTransport, Misdeeds
 from kvferry.transport import MemoryHub, MemoryTransport
 
 SOURCE = Source(EngineId("p"), "loopback")
@@ -53,6 +55,8 @@ class Loopback:
         self.consumer: ConsumerCore | None = None
         self.cut = False
         """Messages are lost, in both directions."""
+        self.features = FEATURES
+        """What the producer is said to be able to do."""
         self._keys: list[PullKey] = []
 
     async def find(self, source: Source) -> RemoteEngine:
@@ -61,7 +65,7 @@ class Loopback:
             RemoteRank(str(index), local.placement.fingerprint, "memory", self.producers[index].sender.address)
             for index, local in enumerate(self.locals)
         )
-        return RemoteEngine(first.incarnation, first.model, ranks)
+        return RemoteEngine(first.incarnation, first.model, ranks, self.features)
 
     async def placements(self, rank: RemoteRank, fingerprints: tuple[str, ...]) -> Mapping[str, bytes]:
         return {local.placement.fingerprint: encode_placement(local.placement) for local in self.locals}
@@ -70,6 +74,9 @@ class Loopback:
         if not self.cut and self.consumer is not None:
             key = self._keys[int(connection)]
             asyncio.get_running_loop().call_soon(self.consumer.on_reply, key, data)
+
+    def address_of(self, connection: bytes) -> str:
+        return ""
 
     def pull(self, key: PullKey, address: str, data: bytes, *, number: int | None) -> None:
         self._keys.append(key)
@@ -128,6 +135,10 @@ def join(
     rows_per_poll: int | None = None,
     report: Report | None = None,
     models: tuple[str, str] = ("m", "m"),
+    verify: Literal["off", "sample", "full"] = "off",
+    misdeeds: Misdeeds | None = None,
+    retries: int = 0,
+    consumer_limits: ConsumerLimits | None = None,
 ) -> Joined:
     """Build both sides. Layouts have one region, at address 0."""
     thread, hub = LoopThread("loopback"), MemoryHub()
@@ -142,9 +153,18 @@ def join(
     local = Local(Incarnation(EngineId("d"), "e2"), models[1], 0, here.binding, (here.placement,), 1, 1)
     timing = timing or Timing()
     sending = RuntimeOptions(
-        host="loopback", timing=timing, make_transport=lambda: _memory(hub, rows_per_poll=rows_per_poll)
+        host="loopback",
+        timing=timing,
+        make_transport=lambda: FaultyTransport(_memory(hub, rows_per_poll=rows_per_poll), misdeeds or Misdeeds()),
     )
-    receiving = RuntimeOptions(host="loopback", timing=timing, make_transport=lambda: _memory(hub))
+    receiving = RuntimeOptions(
+        host="loopback",
+        timing=timing,
+        make_transport=lambda: _memory(hub),
+        verify=verify,
+        retries=retries,
+        consumer_limits=consumer_limits or ConsumerLimits(),
+    )
 
     async def build() -> tuple[list[ProducerCore], ConsumerCore, Loopback]:
         cores = [ProducerCore(one, thread, sending, journal=ProducerJournal(one, report, sent)) for one in locals_]

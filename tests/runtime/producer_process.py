@@ -5,6 +5,7 @@ a seed, so the test knows every byte of it.
 """
 
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from worlds import World, local_side, options_for
 
+from kvferry.control import ServerTls
 from kvferry.ids import RequestId, TransferId
 from kvferry.protocol import Table, Ticket
 from kvferry.runtime import Bootstrap, ProducerRuntime, Publication
@@ -21,8 +23,12 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     world = World.build(spec["kind"], seed=spec["seed"])
     local = local_side(world, engine="p", epoch=spec["epoch"])
-    bootstrap = Bootstrap(url=f"http://127.0.0.1:{spec['port']}", serve=("127.0.0.1", spec["port"]))
-    runtime = ProducerRuntime(local, options_for(spec["transport"], bootstrap=bootstrap))
+    security = spec.get("security", {})
+    tls = ServerTls(*security["tls"]) if "tls" in security else None
+    url = f"{'https' if tls else 'http'}://127.0.0.1:{spec['port']}"
+    bootstrap = Bootstrap(url=url, serve=("127.0.0.1", spec["port"]), tls=tls)
+    logging.basicConfig(level=security.get("log", "WARNING"))
+    runtime = ProducerRuntime(local, options_for(spec["transport"], bootstrap=bootstrap, security=security))
     print("ready", flush=True)
     for line in sys.stdin:
         command = json.loads(line)

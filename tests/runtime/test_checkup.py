@@ -63,6 +63,26 @@ def test_an_option_wins_over_a_variable_and_a_variable_over_what_is_detected() -
     )
 
 
+def test_what_the_engine_is_told_and_where_it_will_listen() -> None:
+    environ = {"MC_IB_TC": "7", "MC_LOG_LEVEL": "INFO"}
+    told = Deployment(host="10.0.0.3", variables=("MC_IB_TC=3", "MC_MIN_RPC_PORT=16000"))
+    assert chosen(told, environ)["engine variables"] == (
+        "MC_IB_TC=3, MC_LOG_LEVEL=INFO, MC_MIN_RPC_PORT=16000",
+        "MC_IB_TC: option mooncake_env; MC_LOG_LEVEL: environment; MC_MIN_RPC_PORT: option mooncake_env",
+    )
+    assert chosen(told, environ)["engine ports"] == (
+        "two free ones from 16000 to 17000 for each engine",
+        "MC_MIN_RPC_PORT: option mooncake_env",
+    )
+    assert [one.said for one in skipped(told, environ)] == ["MC_IB_TC=7: option mooncake_env wins"]
+    plain = chosen(Deployment(host="10.0.0.3"))
+    assert plain["engine ports"][1] == "the engine's default"
+    assert "engine variables" not in plain
+    cma = Deployment(transport="cma", host="10.0.0.3", variables=("MC_IB_TC=3",), explicit=frozenset({"mooncake_env"}))
+    assert not {"engine ports", "engine variables"} & set(chosen(cma, environ))
+    assert [one.said for one in skipped(cma, environ)] == ["option mooncake_env: the cma transport has none"]
+
+
 def test_without_any_setting_the_address_is_one_of_this_machine() -> None:
     choices, host = choices_of(Deployment(), local_addresses(), {})
     assert host.ip in {one.ip for one in local_addresses()}
@@ -78,6 +98,14 @@ def test_options_that_mean_nothing_beside_others_are_said() -> None:
     )
     assert [one.verdict for one in skipped(elsewhere, {})] == [Verdict.SKIPPED]
     assert chosen(elsewhere)["bootstrap"] == ("10.0.0.9:8998", "option bootstrap_server_address")
+
+
+def test_variables_of_other_connectors_are_said_to_be_without_effect() -> None:
+    environ = {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "60", "VLLM_NIXL_SIDE_CHANNEL_PORT": "5600"}
+    assert [one.said for one in skipped(Deployment(host="10.0.0.3"), environ)] == [
+        "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT: not read here; in its place: options publish_timeout and pull_timeout",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT: not read here; in its place: option side_channel_port",
+    ]
 
 
 # ------------------------------------------------------------------------------------------------- addresses

@@ -1,6 +1,6 @@
 """Many requests at once, many producers, and limits that are reached: answered, not lost."""
 
-from kvferry.testing.load import crowd, many_to_one
+from kvferry.testing.load import crowd, many_to_one, one_to_many
 
 
 def test_two_thousand_requests_at_once() -> None:
@@ -11,6 +11,12 @@ def test_two_thousand_requests_at_once() -> None:
 
 def test_sixteen_producers_to_one_consumer() -> None:
     found = many_to_one(16, 4)
+    assert found.fates == {"done": 64}
+    assert (found.wrong, found.lost) == (0, 0)
+
+
+def test_one_producer_to_sixteen_consumers() -> None:
+    found = one_to_many(16, 4)
     assert found.fates == {"done": 64}
     assert (found.wrong, found.lost) == (0, 0)
 

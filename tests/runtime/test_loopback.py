@@ -195,6 +195,9 @@ def answer_to(pair: Joined, message: object) -> Reply:
     answers: list[bytes] = []
 
     class Ear:
+        def address_of(self, connection: bytes) -> str:
+            return ""
+
         def send(self, connection: bytes, data: bytes) -> None:
             assert connection == b"stranger"
             answers.append(data)

@@ -15,7 +15,7 @@ from kvferry.errors import ConfigError, ConfigReason
 from kvferry.ids import TransferId
 from kvferry.runtime import ConsumerRuntime
 from kvferry.runtime.stories import MAX_CLIENTS, ask_stories
-from kvferry.testing.fault_bench import FaultBench, wait_until
+from kvferry.testing.fault_bench import VICTIM, FaultBench, wait_until
 
 from .worlds import World, local_side, options_for
 
@@ -42,6 +42,18 @@ def test_the_command_prints_both_sides(bench: FaultBench) -> None:
         assert words in producer
     for words in ("FetchRequested", "SendPull 0", "ended done", "DestinationReleased"):
         assert words in consumer
+
+
+def test_what_is_open_is_told_until_it_is_over(bench: FaultBench) -> None:
+    assert still_open(bench) == {"producer": (), "consumer": ()}
+    bench.fetch()
+    assert wait_until(lambda: still_open(bench) == {"producer": (VICTIM,), "consumer": (VICTIM,)}, seconds=10)
+    bench.publish()
+    assert wait_until(lambda: still_open(bench) == {"producer": (), "consumer": ()}, seconds=10)
+
+
+def still_open(bench: FaultBench) -> dict[str, tuple[str, ...]]:
+    return {one.side: one.open for one in ask_stories(bench.debug, None)}
 
 
 def test_an_unknown_transfer_is_said_to_be_unknown(bench: FaultBench) -> None:

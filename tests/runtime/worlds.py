@@ -1,14 +1,17 @@
 """Memory with a layout, filled from a seed, for the tests of two processes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
+from kvferry.control import Networks, Secret
 from kvferry.ids import EngineId, Incarnation
 from kvferry.layout import Group, Layout, bind_layout
 from kvferry.runtime import Bootstrap, Local, RuntimeOptions, Timing
+from kvferry.runtime.options import UpstreamPeers
 from kvferry.testing.layouts import page, side_by_side, state, worker
 from kvferry.transport import CmaTransport, MooncakeTransport, Transport
 
@@ -66,7 +69,12 @@ def local_side(world: World, *, engine: str, epoch: str) -> Local:
 
 
 def options_for(
-    transport: str, *, bootstrap: Bootstrap | None = None, report: str | None = None, debug_dir: str | None = None
+    transport: str,
+    *,
+    bootstrap: Bootstrap | None = None,
+    report: str | None = None,
+    debug_dir: str | None = None,
+    security: Mapping[str, Any] | None = None,
 ) -> RuntimeOptions:
     def make() -> Transport:
         return CmaTransport() if transport == "cma" else MooncakeTransport("127.0.0.1")
@@ -78,4 +86,17 @@ def options_for(
         report=report,
         timing=Timing(resolve=2.0),
         debug_dir=debug_dir,
+        **security_of(security or {}),
     )
+
+
+def security_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options from what another process can be told in JSON: secret, upstream (networks), targets, ca."""
+    made: dict[str, Any] = {"bootstrap_ca": given.get("ca")}
+    if "secret" in given:
+        made["secret"] = Secret.of(given["secret"].encode(), source="test")
+    if "upstream" in given:
+        made["upstream_peers"] = UpstreamPeers.parse(tuple(given["upstream"]))
+    if "targets" in given:
+        made["write_targets"] = Networks.parse(given["targets"], option="write_targets")
+    return made

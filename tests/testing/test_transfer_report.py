@@ -55,6 +55,15 @@ def test_one_file_may_hold_both_sides_and_every_pair_of_ranks(tmp_path: Path) ->
     assert (transfer.nbytes, transfer.descriptors) == (8192, 6)
 
 
+def test_a_replica_that_had_nothing_to_send_is_no_half_of_a_transfer(tmp_path: Path) -> None:
+    idle = msgspec.structs.replace(PRODUCER, producer_rank=1, start=0, stop=0, bytes=0, digest=None)
+    alone = read_reports([write(tmp_path / "idle.jsonl", idle)])["t"]
+    assert alone.problems() == ("nothing was reported",)
+    transfer = read_reports([write(tmp_path / "t.jsonl", PRODUCER, idle, CONSUMER)])["t"]
+    assert transfer.complete
+    assert transfer.proven
+
+
 @pytest.mark.parametrize(
     ("producer", "consumer", "told"),
     [

@@ -15,7 +15,7 @@ from kvferry.errors import TransportError, TransportReason
 from kvferry.layout import Region
 from kvferry.plan.descriptors import Descriptors
 from kvferry.transport import CmaTransport, SubmissionState, wait
-from kvferry.transport.proc import ProcessIdentity
+from kvferry.transport.proc import CmaAddress, ProcessIdentity
 
 NOBODY = 65534
 
@@ -43,10 +43,10 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_an_address_names_one_life_of_one_process(transport: CmaTransport) -> None:
-    identity = ProcessIdentity.parse(transport.address())
-    identity.check_alive()
-    assert identity.pid == os.getpid()
-    assert str(identity) == transport.address()
+    named = CmaAddress.parse(transport.address())
+    named.process.check_alive()
+    assert named.process.pid == os.getpid()
+    assert str(named) == transport.address()
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_another_life_machine_or_namespace_is_refused(transport: CmaTransport, f
 def test_a_peer_is_gone_only_when_it_has_ended(transport: CmaTransport, child: subprocess.Popen[bytes]) -> None:
     own = ProcessIdentity.of_self()
     start = start_ticks(child.pid)
-    address = f"cma:{child.pid}:{start}:{own.pid_namespace}:{own.boot_id}"
+    address = f"cma:{child.pid}:{start}:{own.pid_namespace}:{own.boot_id}:0"
     assert not transport.peer_is_gone(address)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert transport.peer_is_gone(address)  # a zombie: no thread of it runs
     child.wait()
     assert transport.peer_is_gone(address)
-    assert not transport.peer_is_gone(f"cma:{child.pid}:{start}:{own.pid_namespace}:another-boot")
+    assert not transport.peer_is_gone(f"cma:{child.pid}:{start}:{own.pid_namespace}:another-boot:0")
 
 
 def test_device_memory_is_refused(transport: CmaTransport) -> None:
@@ -86,6 +86,7 @@ def test_memory_that_was_unmapped_fails_and_is_quiet(transport: CmaTransport) ->
     sink = mmap.mmap(-1, 3 * mmap.PAGESIZE)
     view = np.frombuffer(sink, np.uint8)
     region = Region(address=view.ctypes.data, nbytes=view.nbytes)
+    transport.register([region])
     peer = transport.open_peer(transport.address(), [region])
     rows = Descriptors.of(
         source.ctypes.data + np.arange(3) * mmap.PAGESIZE,
@@ -110,6 +111,7 @@ def test_a_row_that_runs_into_unmapped_memory_fails_after_its_first_part(transpo
     view = np.frombuffer(sink, np.uint8)
     base = view.ctypes.data
     region = Region(address=base, nbytes=view.nbytes)
+    transport.register([region])
     peer = transport.open_peer(transport.address(), [region])
     libc = ctypes.CDLL(None, use_errno=True)
     hole = ctypes.c_void_p(base + 2 * mmap.PAGESIZE)
@@ -130,7 +132,7 @@ def test_a_process_of_another_user_is_refused(transport: CmaTransport) -> None:
     """As root, by a child that is nobody; else by asking for the first process."""
     memory = np.zeros(1, np.uint8)
     own = ProcessIdentity.of_self()
-    address = str(own) if os.getuid() == 0 else f"cma:1:{start_ticks(1)}:{own.pid_namespace}:{own.boot_id}"
+    address = f"{own}:0" if os.getuid() == 0 else f"cma:1:{start_ticks(1)}:{own.pid_namespace}:{own.boot_id}:0"
     code = (
         "import os, sys\n"
         "from kvferry.layout import Region\n"
@@ -146,3 +148,107 @@ def test_a_process_of_another_user_is_refused(transport: CmaTransport) -> None:
     )
     assert "TransportError: permission" in result.stderr
     assert "admit this writer" in result.stderr
+
+
+RECEIVER = """
+import sys
+import numpy as np
+from kvferry.layout import Region
+from kvferry.transport import CmaTransport
+mine, other = np.zeros(8192, np.uint8), np.zeros(8192, np.uint8)
+transport = CmaTransport()
+transport.register([Region(mine.ctypes.data, 8192)])
+print(transport.address(), mine.ctypes.data, other.ctypes.data, flush=True)
+for line in sys.stdin:
+    if line == "close\\n":
+        transport.close()
+    print(int(mine.sum()), int(other.sum()), flush=True)
+"""
+
+
+class Receiver:
+    """A process that has registered one of two pieces of memory."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RECEIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.address, *places = self.process.stdout.readline().split()
+        self.mine, self.other = map(int, places)
+
+    def sums(self, word: str = "") -> list[int]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{word}\n")
+        self.process.stdin.flush()
+        return [int(one) for one in self.process.stdout.readline().split()]
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    one = Receiver()
+    yield one
+    one.process.kill()
+    one.process.communicate()
+
+
+def refused_regions(transport: CmaTransport, address: str, *regions: Region) -> TransportError:
+    with pytest.raises(TransportError) as refusal:
+        transport.open_peer(address, regions)
+    return refusal.value
+
+
+def test_only_what_the_receiving_process_itself_has_registered_is_written(
+    transport: CmaTransport, receiver: Receiver
+) -> None:
+    """A pull may name any address of it: a region is believed only when that very process lists it."""
+    for region in (
+        Region(receiver.other, 8192),
+        Region(receiver.mine - 8, 8192),
+        Region(receiver.mine, 8193),
+        Region(receiver.mine + 8184, 16),
+        Region(4096, 8),
+        Region((1 << 63) - 4096, 8),
+    ):
+        error = refused_regions(transport, receiver.address, region)
+        assert error.reason is TransportReason.NOT_REGISTERED
+        assert "not inside a region that the receiving process has registered" in error.message
+    source = np.ones(8192, np.uint8)
+    transport.register([Region(source.ctypes.data, 8192)])
+    peer = transport.open_peer(receiver.address, [Region(receiver.mine + 100, 200)])
+    rows = Descriptors.of([source.ctypes.data], [receiver.mine + 100], [200])
+    assert wait(transport.submit(peer, rows), timeout_s=10) is SubmissionState.DONE
+    assert receiver.sums() == [200, 0]
+
+
+def test_a_process_without_a_record_is_never_written_to(
+    transport: CmaTransport, child: subprocess.Popen[bytes], receiver: Receiver
+) -> None:
+    """Whatever address of it is said to be its record, and also when it is a receiver that says so of other memory."""
+    own = ProcessIdentity.of_self()
+    stranger = f"cma:{child.pid}:{start_ticks(child.pid)}:{own.pid_namespace}:{own.boot_id}"
+    executable = int(Path(f"/proc/{child.pid}/maps").read_text().partition("-")[0], 16)
+    for record in (0, executable, (1 << 64) - 8, int(receiver.address.rpartition(":")[2], 16)):
+        error = refused_regions(transport, f"{stranger}:{record:x}", Region(executable, 64))
+        assert error.reason in (TransportReason.NOT_REGISTERED, TransportReason.OUT_OF_RANGE)
+    moved = f"{receiver.address.rpartition(':')[0]}:{receiver.other:x}"
+    assert refused_regions(transport, moved, Region(receiver.mine, 64)).reason is TransportReason.NOT_REGISTERED
+
+
+def test_a_closed_receiver_lists_nothing(transport: CmaTransport, receiver: Receiver) -> None:
+    transport.open_peer(receiver.address, [Region(receiver.mine, 64)])
+    receiver.sums("close")
+    error = refused_regions(transport, receiver.address, Region(receiver.mine, 64))
+    assert error.reason is TransportReason.NOT_REGISTERED
+
+
+@pytest.mark.parametrize("tail", ["", ":", ":xyz", ":-1", ":0x10", ":" + "f" * 17, ":F", ":1:2", ":" + "1" * 5000])
+def test_other_forms_of_an_address_are_refused(transport: CmaTransport, tail: str) -> None:
+    address = transport.address().rpartition(":")[0] + tail
+    assert refused_regions(transport, address).reason is TransportReason.PEER_UNREACHABLE
+
+
+def test_a_number_without_end_is_no_address() -> None:
+    with pytest.raises(TransportError):
+        ProcessIdentity.parse("cma:" + "1" * 5000 + ":1:1:x")

@@ -2,16 +2,19 @@
 
 import pytest
 
-from kvferry.errors import TransportError, TransportReason
+from kvferry.errors import ConfigError, ConfigReason, TransportError, TransportReason
 from kvferry.transport.engine_settings import (
     DEFAULTS,
     Build,
     check_devices,
     check_family,
     devices_of,
+    engine_ports,
+    engine_variables,
     family_settings,
     missing_settings,
     outstanding_limit,
+    parse_variables,
     settings_for,
 )
 
@@ -62,6 +65,8 @@ def test_what_the_engine_is_told(
         ("rdma", EFA, {}, "ask for 'efa'"),
         ("rdma", PLAIN, {"MC_FORCE_TCP": "1"}, "MC_FORCE_TCP"),
         ("rdma", NVLINK, {"MC_INTRANODE_NVLINK": "1"}, "MC_INTRANODE_NVLINK"),
+        ("rdma", NVLINK, {"MC_FORCE_MNNVL": "1"}, "MC_FORCE_MNNVL"),
+        ("nvlink", NVLINK, {"MC_INTRANODE_NVLINK": "1"}, "forces 'nvlink_intra'"),
         ("tcp", PLAIN, {"MC_TCP_PROTO": "1"}, "before the bytes have arrived"),
     ],
 )
@@ -106,3 +111,46 @@ def test_a_peer_of_the_other_family_is_refused_by_name(address: str, environ: di
         check_family(address, environ)
     check_family(address, {} if environ else {"MC_USE_IPV6": "1"})
     check_family("a-name:4711", environ)
+
+
+def test_settings_for_the_engine_are_taken_by_name() -> None:
+    assert parse_variables(["MC_GID_INDEX=3", "WITH_NVIDIA_PEERMEM=1", "MC_LOG_DIR=/a=b"]) == {
+        "MC_GID_INDEX": "3",
+        "WITH_NVIDIA_PEERMEM": "1",
+        "MC_LOG_DIR": "/a=b",
+    }
+    assert parse_variables([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("pairs", "said"),
+    [
+        (["MC_GID_INDEX"], "NAME=value"),
+        (["LD_PRELOAD=x.so"], "a name that the engine reads"),
+        (["MC_gid=3"], "a name that the engine reads"),
+        (["MC_IB_TC=\0"], "NAME=value"),
+        (["MC_FORCE_TCP=1"], "mooncake_protocol says it"),
+        (["MC_TCP_PROTO=1"], "before the bytes have arrived"),
+        (["MC_USE_IPV6=1"], "family of host"),
+        (["MC_IB_TC=1", "MC_IB_TC=2"], "given once"),
+    ],
+)
+def test_settings_that_other_options_decide_or_that_nobody_reads_are_refused(pairs: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refusal:
+        parse_variables(pairs)
+    assert refusal.value.reason is ConfigReason.INVALID_VALUE
+
+
+def test_a_devices_memory_needs_an_engine_that_knows_devices() -> None:
+    PLAIN.check_memory(["cpu"])
+    Build(frozenset({"SUPPORT_CUDA"})).check_memory(["cpu", "cuda:3"])
+    with pytest.raises(TransportError, match="cannot take cuda:3 memory") as refusal:
+        PLAIN.check_memory(["cpu", "cuda:3"])
+    assert refusal.value.reason is TransportReason.UNAVAILABLE
+
+
+def test_what_the_environment_tells_an_engine() -> None:
+    environ = {"MC_MIN_RPC_PORT": "21000", "MC_MAX_RPC_PORT": "many", "PATH": "/", "VLLM_HOST_IP": "10.0.0.3"}
+    assert engine_variables(environ) == {"MC_MAX_RPC_PORT": "many", "MC_MIN_RPC_PORT": "21000"}
+    assert engine_ports(environ) == (21000, 17000)
+    assert engine_ports({}) == (15000, 17000)

@@ -8,7 +8,19 @@ import pytest
 from kvferry.errors import TransportError
 from kvferry.layout import Region
 from kvferry.plan import Descriptors
-from kvferry.testing.faulty import FailAfter, FailAndWriteLater, FaultyTransport, Hang, Misdeed, Misdeeds, Repeat, Slow
+from kvferry.testing.faulty import (
+    Corrupt,
+    FailAfter,
+    FailAndWriteLater,
+    FaultyTransport,
+    Hang,
+    Misdeed,
+    Misdeeds,
+    Repeat,
+    Slow,
+    SwapTargets,
+    WrongSource,
+)
 from kvferry.testing.transport_benches import MemoryBench
 from kvferry.testing.transport_conformance import TransportConformance
 from kvferry.transport import MemoryHub, Peer, Submission, SubmissionState
@@ -156,3 +168,31 @@ def test_a_late_write_to_a_receiver_that_is_gone_is_over() -> None:
     assert submission.poll() is SubmissionState.FAILED
     assert isinstance(submission.error, TransportError)
     assert submission.quiet
+
+
+@pytest.mark.parametrize(
+    ("misdeed", "landed"),
+    [
+        (Corrupt(), [1 ^ 0xFF, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+        (Corrupt(nbytes=100, row=-1), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10 ^ 0xFF]),
+        (SwapTargets(), [2, 1, 3, 4, 5, 6, 7, 8, 9, 10]),
+        (WrongSource(), [1, 1, 3, 4, 5, 6, 7, 8, 9, 10]),
+    ],
+)
+def test_untruths_are_told_to_nobody(misdeed: Misdeed, landed: list[int]) -> None:
+    pair = Pair(misdeed)
+    submission = pair.submit()
+    assert submission.poll() is SubmissionState.DONE
+    assert submission.error is None
+    assert submission.quiet
+    assert pair.target.tolist() == landed
+    assert pair.source.tolist() == list(range(1, ROWS + 1)), "the source stays as it is"
+    assert pair.submit().poll() is SubmissionState.DONE
+    assert pair.target.tolist() == list(range(1, ROWS + 1))
+
+
+def test_two_rows_of_unequal_length_cannot_be_confused() -> None:
+    pair = Pair(SwapTargets())
+    src, dst = pair.source.ctypes.data, pair.target.ctypes.data
+    with pytest.raises(ValueError, match="no two rows"):
+        pair.writer.submit(pair.peer, Descriptors.of([src, src + 1], [dst, dst + 1], [1, 2]))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import TransportError, TransportReason
+from kvferry.layout import Region
 from kvferry.testing.transport_benches import ProcessBench, mooncake_bench
 from kvferry.testing.transport_conformance import PAGE, SPARE, Link, done, pages
 from kvferry.transport import MooncakeTransport, SubmissionState, wait
@@ -60,6 +61,17 @@ class TestEngine:
         with pytest.raises(TransportError) as refusal:
             MooncakeTransport("127.0.0.1", protocol=protocol)
         assert refusal.value.reason is TransportReason.WRONG_PROTOCOL
+
+    def test_a_devices_memory_is_refused_by_an_engine_that_does_not_know_devices(self) -> None:
+        import mooncake.engine
+
+        if mooncake.engine.SUPPORT_CUDA:
+            pytest.skip("this engine is built for CUDA")
+        transport = MooncakeTransport("127.0.0.1")
+        with pytest.raises(TransportError, match="built without CUDA") as refusal:
+            transport.register([Region(1 << 40, PAGE, "cuda:0")])
+        assert refusal.value.reason is TransportReason.UNAVAILABLE
+        transport.close()
 
     def test_two_engines_receive_into_the_same_memory(self, bench: ProcessBench) -> None:
         """One receive engine for each producer: closing one leaves the other, and their addresses differ."""

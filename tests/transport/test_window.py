@@ -63,7 +63,15 @@ class Stage:
     def __init__(self) -> None:
         self.engine = ScriptedEngine()
         self.clock = ManualClock()
-        pace = Pace(max_outstanding=10, max_slice=4, stall_s=5.0, clock=self.clock, sleep=time.sleep)
+        self.entered: list[int] = []
+        pace = Pace(
+            max_outstanding=10,
+            max_slice=4,
+            stall_s=5.0,
+            clock=self.clock,
+            sleep=time.sleep,
+            enter_thread=lambda: self.entered.append(threading.get_ident()),
+        )
         self.lane = Lane(self.engine, "peer:1", pace)
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -95,6 +103,7 @@ def test_the_window_is_never_exceeded_over_all_submissions(stage: Stage) -> None
     assert stage.engine.most_pending == 10
     assert stage.engine.rows == [(10 * place, 100 * place, 7) for place in range(75)]
     assert len(stage.engine.threads) == 1
+    assert stage.entered == list(stage.engine.threads), "the thread that hands over has made its device current first"
     assert all(submission.quiet and submission.destination_quiet for submission in submissions)
 
 

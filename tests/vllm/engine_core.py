@@ -64,13 +64,23 @@ class Core:
     def free_blocks(self) -> int:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
-    def add(self, name: str, prompt: Sequence[int], *, params: dict[str, Any] | None, max_tokens: int = 1) -> Request:
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        params: dict[str, Any] | None,
+        max_tokens: int = 1,
+        prompt_logprobs: int | None = None,
+        embeds: torch.Tensor | None = None,
+    ) -> Request:
         extra = {"kv_transfer_params": params} if params is not None else None
-        sampling = SamplingParams(max_tokens=max_tokens, extra_args=extra)
+        sampling = SamplingParams(max_tokens=max_tokens, extra_args=extra, prompt_logprobs=prompt_logprobs)
         sampling.update_from_generation_config({}, EOS)
         request = Request(
             request_id=name,
-            prompt_token_ids=list(prompt),
+            prompt_token_ids=list(prompt) if embeds is None else None,
+            prompt_embeds=embeds,
             sampling_params=sampling,
             pooling_params=None,
             block_hasher=self.hasher,
@@ -114,7 +124,7 @@ class Step:
         answer = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=[[token] for _ in names],
+            sampled_token_ids=[[token] if self._is_through(name) else [] for name in names],
             kv_connector_output=KVConnectorOutput(
                 finished_recving=set(received) | set(failed),
                 failed_recving=set(failed),
@@ -127,6 +137,11 @@ class Step:
                 self.stats = batch.scheduler_stats.kv_connector_stats
         return [one for batch in outputs.values() for one in batch.outputs]
 
+    def _is_through(self, name: str) -> bool:
+        """Whether the request has no more of its prompt to compute after this step."""
+        request = self.core.scheduler.requests.get(name)
+        return request is None or request.num_computed_tokens >= request.num_tokens
+
 
 def make_core(
     model: Path,
@@ -138,6 +153,7 @@ def make_core(
     options: dict[str, Any] | None = None,
     ranks: int = 1,
     stats: bool = False,
+    **engine: Any,
 ) -> Core:
     config = EngineArgs(
         model=str(model),
@@ -156,6 +172,7 @@ def make_core(
             kv_load_failure_policy=policy,
             kv_connector_extra_config=options or {},
         ),
+        **engine,
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = blocks
     config.parallel_config.world_size = ranks

@@ -32,7 +32,16 @@ def test_unknown_option_names_the_nearest() -> None:
         ({"publish_timeout": 0}, ["publish_timeout", "0", "above 0"]),
         ({"side_channel_port": 70_000}, ["side_channel_port", "70000", "65535"]),
         ({"bootstrap_port": True}, ["bootstrap_port", "True", "int"]),
+        ({"retries": -1}, ["retries", "-1", "0 or more"]),
+        ({"verify": "some"}, ["verify", "'some'", "'off' or 'sample' or 'full'"]),
         ({"host": 7}, ["host", "7", "str or null"]),
+        ({"upstream_peers": ["10.0.0.1/8"]}, ["upstream_peers", "'10.0.0.1/8'", "network"]),
+        ({"upstream_peers": "some"}, ["upstream_peers", "'some'", "'allow' or 'refuse'", "list"]),
+        ({"upstream_peers": [10]}, ["upstream_peers", "[10]"]),
+        ({"write_targets": ["here"]}, ["write_targets", "'here'", "network"]),
+        ({"write_targets": "10.0.0.0/8"}, ["write_targets", "'10.0.0.0/8'", "list"]),
+        ({"secure_port": 70_000}, ["secure_port", "70000", "65535"]),
+        ({"bootstrap_tls_cert": "a.pem"}, ["bootstrap_tls_cert", "bootstrap_tls_key", "together"]),
         ({"bootstrap_server_address": "nowhere"}, ["bootstrap_server_address", "'nowhere'", "host:port"]),
     ],
 )
@@ -51,3 +60,19 @@ def test_whole_numbers_are_taken_for_times() -> None:
 @pytest.mark.parametrize(("address", "parts"), [("10.0.0.1:8998", ("10.0.0.1", 8998)), ("[fd00::1]:1", ("fd00::1", 1))])
 def test_addresses(address: str, parts: tuple[str, int]) -> None:
     assert split_address(address) == parts
+
+
+def test_networks_are_kept_as_they_were_written() -> None:
+    made = parse_config({"upstream_peers": ["10.0.0.0/8", "fd00::1"], "write_targets": []})
+    assert made.upstream_peers == ("10.0.0.0/8", "fd00::1")
+    assert made.write_targets == ()
+
+
+@pytest.mark.parametrize(
+    "value", [["MC_FORCE_TCP=1"], ["MC_IB_TC"], ["PATH=/tmp"], "MC_IB_TC=3", [3], {"MC_IB_TC": "3"}]
+)
+def test_settings_of_the_engine_are_checked_when_they_are_read(value: object) -> None:
+    assert parse_config({"mooncake_env": ["MC_IB_TC=3"]}).mooncake_env == ("MC_IB_TC=3",)
+    with pytest.raises(ConfigError, match="mooncake_env") as refusal:
+        parse_config({"mooncake_env": value})
+    assert refusal.value.reason is ConfigReason.INVALID_VALUE

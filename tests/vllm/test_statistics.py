@@ -40,6 +40,7 @@ PRODUCED = Interval(
 CONSUMED = Interval(
     receives=(Receive(300, 0.01, 0.2),),
     ends=Counter({End("consumer", "done", ""): 1, End("consumer", "failed", "peer-lost"): 2}),
+    counts=Counter({"verified_pages": 60, "verified_bytes": 4096, "verify_mismatches": 1, "retries": 2}),
 )
 
 
@@ -63,6 +64,7 @@ def test_ranks_are_joined_and_survive_the_way_to_the_front_end() -> None:
         "writes": [[1 << 20, 3, 0.002, 0.5], [3 << 20, 5, 0.004, 1.5]],
         "receives": [[300, 0.01, 0.2], [300, 0.01, 0.2]],
         "ends": {"producer done": 2, "producer expired expired": 1, "consumer done": 2, "consumer failed peer-lost": 4},
+        "counts": {"verified_pages": 120, "verified_bytes": 8192, "verify_mismatches": 2, "retries": 4},
         "holds": [12, 4],
     }
     assert not stats.is_empty()
@@ -80,7 +82,8 @@ def test_the_log_line_sums_up_and_says_nothing_of_nothing() -> None:
     assert lines == [
         "KV Transfer metrics: writes=2, MB written=4.0, MB/s while writing=2.0, descriptors per write=4.0, "
         "bind ms mean=3.0, bind ms p90=3.8, write ms mean=1000.0, write ms p90=1400.0, fetches=2, tokens fetched=600, "
-        "wait ms mean=200.0, wait ms p90=200.0, not done: consumer failed peer-lost=4, "
+        "wait ms mean=200.0, wait ms p90=200.0, verified pages=120, verify mismatches=2, retries=4, "
+        "not done: consumer failed peer-lost=4, "
         "not done: producer expired expired=1, blocks held=7, blocks quarantined=0"
     ]
 
@@ -102,6 +105,9 @@ def test_prometheus_shows_every_metric_by_value(prometheus: KVConnectorProm) -> 
     assert sample("sent_bytes_total", 1) == 4 << 20
     assert sample("descriptors_total", 1) == 8
     assert sample("received_tokens_total", 1) == 600
+    assert (sample("verified_pages_total", 1), sample("verified_bytes_total", 1)) == (120, 8192)
+    assert (sample("verify_mismatches_total", 1), sample("retries_total", 1)) == (2, 4)
+    assert (sample("verify_mismatches_total", 0), sample("retries_total", 0)) == (0, 0)
     assert sample("transfers_total", 1, side="producer", outcome="done") == 2
     assert sample("transfers_total", 1, side="consumer", outcome="failed") == 4
     assert sample("failures_total", 1, side="consumer", reason="peer-lost") == 4

@@ -14,9 +14,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from kvferry.cli.costs import ClassCost, PairCost, costs_of
+from kvferry.cli.costs import ClassCost, Cost, PairCost, costs_of
 from kvferry.cli.layers import name_layers
-from kvferry.cli.output import console
+from kvferry.cli.output import console, counted
 from kvferry.cli.plan import MAX_FILE_MB, FileLimit
 from kvferry.cli.refusal import refused
 from kvferry.cli.sides import Worker, read_side
@@ -54,6 +54,9 @@ class PairReport(msgspec.Struct, frozen=True, kw_only=True):
     """For the state of one request, whatever its length."""
     bytes_per_state: int
     smallest_run: int
+    descriptors_per_1000_tokens_with_padding: float
+    """Where the library is allowed to move padding (``allow_padding``)."""
+    descriptors_per_state_with_padding: int
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +96,8 @@ def _sides(files: Sequence[Path], producer: Sequence[Path], consumer: Sequence[P
         raise typer.BadParameter("give two files, or --producer and --consumer, not both")
     if files and len(files) != 2:
         raise typer.BadParameter(
-            f"{len(files)} files: one producer's and one consumer's, or --producer and --consumer for several ranks"
+            f"{counted(len(files), 'file')}: give one producer's and one consumer's, or --producer and --consumer for "
+            "several ranks"
         )
     if not files and not (producer and consumer):
         raise typer.BadParameter("give P.json D.json, or --producer and --consumer")
@@ -118,7 +122,13 @@ def _pair(cost: PairCost) -> PairReport:
         descriptors_per_state=cost.state.runs if cost.state else 0,
         bytes_per_state=cost.state.nbytes if cost.state else 0,
         smallest_run=min((p.smallest for p in parts if p.runs), default=0),
+        descriptors_per_1000_tokens_with_padding=_bridged_of(cost.attention, 1000),
+        descriptors_per_state_with_padding=cost.state.bridged.runs if cost.state else 0,
     )
+
+
+def _bridged_of(attention: Cost | None, tokens: int) -> float:
+    return attention.bridged.runs * tokens / attention.tokens if attention else 0.0
 
 
 def _class(one: ClassCost) -> ClassReport:
@@ -141,8 +151,7 @@ def _warnings(plan: Plan) -> list[str]:
     found: dict[str, None] = {}
     for consumer, holes in plan.assignment.holes.items():
         for hole in holes:
-            share = hole.share
-            rank = f"context-parallel rank {share.rank} of {share.size}" if share else "a rank of these coordinates"
+            rank = f"context-parallel rank {hole.share.rank} of {hole.share.size}"
             found[
                 f"consumer {consumer}: no producer file is of {rank}; a request that needs its positions will be "
                 "refused as missing-positions"
@@ -151,7 +160,7 @@ def _warnings(plan: Plan) -> list[str]:
 
 
 def _show(report: CheckReport, paths: tuple[Sequence[Path], Sequence[Path]]) -> None:
-    counts = (f"{len(side)} {word}{'s' if len(side) > 1 else ''}" for side, word in zip(paths, _WORDS, strict=True))
+    counts = (counted(len(side), word) for side, word in zip(paths, _WORDS, strict=True))
     print(f"can be planned: {' to '.join(counts)}")
     table = Table(title="what would move, blocks scattered", title_justify="left")
     for heading in ("producer", "consumer", "layers", "components"):
@@ -187,10 +196,15 @@ def _sums(report: CheckReport) -> list[str]:
         said = []
         if pair.bytes_per_1000_tokens:
             count, nbytes = pair.descriptors_per_1000_tokens, pair.bytes_per_1000_tokens
-            said.append(f"{count:,.0f} descriptors and {nbytes:,.0f} bytes per 1,000 tokens")
+            less = _less(count, pair.descriptors_per_1000_tokens_with_padding)
+            said.append(f"{count:,.0f} descriptors{less} and {nbytes:,.0f} bytes per 1,000 tokens")
         if pair.descriptors_per_state:
-            said.append(
-                f"{pair.descriptors_per_state:,} descriptors and {pair.bytes_per_state:,} bytes of state a request"
-            )
+            runs = counted(pair.descriptors_per_state, "descriptor")
+            less = _less(pair.descriptors_per_state, pair.descriptors_per_state_with_padding)
+            said.append(f"{runs}{less} and {pair.bytes_per_state:,} bytes of state a request")
         lines.append(f"producer {pair.producer} to consumer {pair.consumer}: {'; '.join(said)}")
     return lines or ["nothing would move: the consumer has no component that a producer has"]
+
+
+def _less(exact: float, with_padding: float) -> str:
+    return f" ({with_padding:,.0f} with allow_padding)" if with_padding < exact else ""

@@ -12,6 +12,7 @@ from math import lcm
 import numpy as np
 
 from kvferry.cli.layers import Alike, name_layers, shape_of
+from kvferry.cli.output import counted
 from kvferry.layout import Binding, Component, Placement
 from kvferry.layout.records import LIMIT
 from kvferry.plan import BlockTable, PairPlan, Plan, TransferRequest
@@ -38,6 +39,14 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
+class Bridged:
+    """The same with ``allow_padding``: fewer descriptors, more bytes; equal where there is nothing to bridge."""
+
+    runs: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Cost:
     """What some classes move: attention by tokens, state by requests."""
 
@@ -47,6 +56,8 @@ class Cost:
     """Descriptors for those tokens, or for one request of a state."""
     nbytes: int
     smallest: int
+    bridged: Bridged
+    """What it would be if padding might move."""
 
     def runs_of(self, tokens: int) -> float:
         """Descriptors for so many tokens."""
@@ -92,6 +103,12 @@ class PairCost:
     classes: tuple[ClassCost, ...]
     attention: Cost | None
     state: Cost | None
+
+
+def name_pairs(pairs: Sequence[PairCost]) -> str:
+    """``producer 0 to consumer 1, ...``, the first three by name."""
+    named = [f"producer {p.producer} to consumer {p.consumer}" for p in pairs]
+    return ", ".join(named[:3]) + (f" and {counted(len(named) - 3, 'more pair')}" if len(named) > 3 else "")
 
 
 def piece_tokens(side: SideOfClass, component: Component) -> int:
@@ -160,9 +177,12 @@ class _Bench:
         tokens = 0 if classes[0].key.kind == "state" else _span(classes)
         tables = (_tables(side, tokens) for side in (self.pair.producer, self.pair.consumer))
         request = TransferRequest(0, max(tokens, 1), *tables)
-        bound = replace(self.pair, classes=unclipped).bind(request, src=self.src, dst=self.dst)
-        smallest = int(bound.nbytes.min()) if bound.count else 0
-        return Cost(tokens, bound.count, bound.total_bytes, smallest)
+        pair = replace(self.pair, classes=unclipped)
+        exact, bridged = (
+            pair.bind(request, src=self.src, dst=self.dst, allow_padding=allowed) for allowed in (False, True)
+        )
+        smallest = int(exact.nbytes.min()) if exact.count else 0
+        return Cost(tokens, exact.count, exact.total_bytes, smallest, Bridged(bridged.count, bridged.total_bytes))
 
 
 def _span(classes: Sequence[ClassPlan]) -> int:
@@ -176,10 +196,12 @@ def _span(classes: Sequence[ClassPlan]) -> int:
 def _tables(placement: Placement, tokens: int) -> tuple[BlockTable, ...]:
     """A table for each group; without tokens, one block for each state."""
     tables = []
+    step = 2 * len(placement.groups)
     for number, group in enumerate(placement.groups):
         entries = -(-tokens // group.entry_tokens) if group.kind == "attention" else int(not tokens)
         stride = max((c.block_stride for c in placement.components if c.group == number), default=1)
-        # Every second block, so that no two touch; wrapped where ids would leave int64.
-        ids = np.arange(entries, dtype=np.int64) * 2 % max(1, LIMIT // (4 * stride))
+        # No two touch, and groups that overlay one storage have blocks of their own; wrapped where ids would leave
+        # int64.
+        ids = (np.arange(entries, dtype=np.int64) * step + 2 * number) % max(1, LIMIT // (4 * stride))
         tables.append(BlockTable(ids, np.ones(entries, dtype=np.bool_), 0))
     return tuple(tables)

@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from kvferry.cli.noise import engine_noise
+
 TRANSPORTS = ("mooncake", "cma")
 
 
@@ -32,7 +34,12 @@ def _plain(transport: str, only: list[str] | None, console: Console) -> int:
     from kvferry.testing.demo_plain import run_plain_demo
     from kvferry.testing.scenarios import SCENARIOS
 
-    return run_plain_demo(names=_chosen(only, tuple(SCENARIOS)), transport=transport, console=console)
+    names = _chosen(only, tuple(SCENARIOS))
+    with engine_noise() as noise:
+        status = run_plain_demo(names=names, transport=transport, console=console)
+    if status and (said := noise.getvalue().strip()):
+        typer.echo(f"what the processes said meanwhile:\n{said[-4000:]}", err=True)
+    return status
 
 
 def _with_vllm(transport: str, only: list[str] | None, console: Console) -> int:

@@ -5,13 +5,11 @@ Exit status 0 when nothing failed, 1 when something did, 2 for options that are 
 
 import json
 import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from io import StringIO
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from kvferry.cli.noise import engine_noise
 
 if TYPE_CHECKING:
     from kvferry.runtime.checkup import Checkup, Deployment
@@ -48,7 +46,7 @@ def doctor_command(  # one parameter for each option
     from kvferry.runtime.checkup import examine
 
     to = None if peer is None else _address(peer)
-    with _engine_noise() as noise:
+    with engine_noise() as noise:
         checkup = examine(deployment, peer=to)
     if as_json:
         print(json.dumps(checkup.to_json(), indent=2))
@@ -57,21 +55,6 @@ def doctor_command(  # one parameter for each option
     if not checkup.sound and (said := noise.getvalue().strip()):
         typer.echo(f"what the engine said meanwhile:\n{said[-4000:]}", err=True)
     raise typer.Exit(0 if checkup.sound else 1)
-
-
-@contextmanager
-def _engine_noise() -> Iterator[StringIO]:
-    """Keep what the engine writes to standard error, which says of an engine that works that it does not."""
-    kept, noise = os.dup(2), StringIO()
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 2)
-        try:
-            yield noise
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-            file.seek(0)
-            noise.write(file.read().decode(errors="replace"))
 
 
 def _deployment(text: str, given: dict[str, Any], *, produces: bool) -> "Deployment":
@@ -104,11 +87,13 @@ def _address(text: str) -> tuple[str, int]:
 
 def _serve(deployment: "Deployment", port: int) -> None:
     from kvferry.errors import ConfigError
-    from kvferry.runtime.checkup import choices_of, local_addresses, serve_markers, way_of
+    from kvferry.runtime.checkup import choices_of, local_addresses, serve_markers, tell_engine, way_of
 
+    tell_engine(deployment)
     try:
         _, host = choices_of(deployment, local_addresses())
-        serve_markers((host.ip, port), way_of(deployment, host), lambda said: print(said, flush=True))
+        with engine_noise():
+            serve_markers((host.ip, port), way_of(deployment, host), lambda said: print(said, flush=True))
     except ConfigError as error:
         raise typer.BadParameter(error.message, param_hint="--host") from error
     except OSError as error:

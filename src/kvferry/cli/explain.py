@@ -9,6 +9,7 @@ import typer
 
 from kvferry.cli.costs import costs_of
 from kvferry.cli.forms import form_lines
+from kvferry.cli.output import counted
 from kvferry.cli.plan import MAX_FILE_MB, FileLimit, plan_transfers, read_request
 from kvferry.cli.reasons import explain
 from kvferry.cli.refusal import refusing
@@ -49,8 +50,8 @@ def request_lines(producers: Sequence[Worker], consumers: Sequence[Worker], requ
     for transfer in planned.transfers:
         found = transfer.descriptors
         lines.append(
-            f"  producer {transfer.producer} to consumer {transfer.consumer}: {found.count:,} descriptors, "
-            f"{found.total_bytes:,} bytes, runs of {int(found.nbytes.min()):,} to {int(found.nbytes.max()):,}"
+            f"  producer {transfer.producer} to consumer {transfer.consumer}: {counted(found.count, 'descriptor')}, "
+            f"{counted(found.total_bytes, 'byte')}, runs of {int(found.nbytes.min()):,} to {int(found.nbytes.max()):,}"
         )
         lines += [f"    {line}" for line in form_lines(found)]
     nothing = "  nothing to move: the consumer needs no byte that it does not have"

@@ -26,17 +26,19 @@ def inspect_command(
     layout: Annotated[Path, typer.Argument(help="Layout file, or a placement (a layout file without regions).")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Draw the memory of a block to scale into this file.")] = None,
-    blocks: Annotated[str, typer.Option(help="Which blocks to draw: one number, or A-B.")] = "0",
+    blocks: Annotated[str | None, typer.Option(help="Which blocks --svg draws: one number, or A-B.")] = None,
     max_file_mb: Annotated[int, typer.Option(min=1, help="Refuse a larger input file.")] = MAX_FILE_MB,
 ) -> None:
     """Show what one layout file holds: groups, layers, components, bytes, padding."""
-    chosen = _range(blocks)
+    if blocks is not None and svg is None:
+        raise typer.BadParameter("says which blocks --svg draws; give --svg FILE too", param_hint="--blocks")
+    chosen = _range(blocks or "0")
     with refusing():
         worker = read_worker(layout, FileLimit(max_file_mb))
         report = report_of(worker)
     if svg is not None:
         _check_drawable(chosen, worker.layout)
-        write_picture(svg, draw_blocks(worker.layout, chosen))
+        write_picture(svg, draw_blocks(worker.layout, chosen), as_json=as_json)
     if as_json:
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
     else:

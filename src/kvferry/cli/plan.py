@@ -14,11 +14,10 @@ from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kvferry.cli.forms import NETWORK, cheaper_form
-from kvferry.cli.output import write_picture
+from kvferry.cli.output import console, counted, write_picture
 from kvferry.cli.plan_picture import draw_plan
 from kvferry.cli.plan_scene import Scene
 from kvferry.cli.refusal import refused
@@ -76,14 +75,20 @@ def plan_transfers(
     plan = compile_plan([p.placement for p in producers], [c.placement for c in consumers])
     plan.check(request)
     transfers: list[Transfer] = []
-    left = max_descriptors
+    total = 0
     for producer, consumer in plan.pairs():
         pair = plan.pair(producer, consumer)
         if pair is None:
             continue
         src, dst = producers[producer].binding, consumers[consumer].binding
-        descriptors = pair.bind(request, src=src, dst=dst, max_descriptors=left)
-        left -= descriptors.count
+        descriptors = pair.bind(request, src=src, dst=dst, max_descriptors=max_descriptors)
+        total += descriptors.count
+        if total > max_descriptors:
+            raise PlanError(
+                PlanReason.LIMIT_EXCEEDED,
+                f"{total} descriptors up to producer {producer} and consumer {consumer}, over the limit of "
+                f"{max_descriptors}: raise it, or move fewer tokens",
+            )
         if descriptors.count:
             transfers.append(Transfer(producer, consumer, descriptors))
     return Planned(plan, tuple(transfers))
@@ -193,7 +198,8 @@ def plan_command(
     if svg is not None:
         moved = {(t.producer, t.consumer): t.descriptors for t in planned.transfers}
         names = [path.name for path in producer], [path.name for path in consumer]
-        write_picture(svg, draw_plan(Scene(planned.plan, (sides[0], sides[1]), names, wanted, moved)))
+        picture = draw_plan(Scene(planned.plan, (sides[0], sides[1]), names, wanted, moved))
+        write_picture(svg, picture, as_json=as_json)
     if as_json:
         sys.stdout.write(msgspec.json.encode(plan_object(planned)).decode() + "\n")
     else:
@@ -219,8 +225,7 @@ def _show(planned: Planned, producers: Sequence[Path], consumers: Sequence[Path]
             *(f"{size:,}" for size in sizes),
             cheaper_form(transfer.descriptors),
         )
-    console = Console()
-    console.print(table)
-    console.print(f"{planned.descriptors:,} descriptors, {planned.total_bytes:,} bytes")
+    console().print(table)
+    print(f"{counted(planned.descriptors, 'descriptor')}, {counted(planned.total_bytes, 'byte')}")
     if not planned.transfers:
-        console.print("nothing to move: the consumer needs no byte that it does not have")
+        print("nothing to move: the consumer needs no byte that it does not have")

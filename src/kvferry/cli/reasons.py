@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvferry.cli.advice import cheaper
-from kvferry.cli.costs import ClassCost, Kind, PairCost, piece_tokens
+from kvferry.cli.costs import ClassCost, Kind, PairCost, name_pairs, piece_tokens
 from kvferry.cli.folding import folding_of
 from kvferry.cli.layers import alike, part_of
+from kvferry.cli.output import counted
 from kvferry.layout import Component, ContextParallel
 from kvferry.plan import Plan
 from kvferry.plan.boxes import Box, box_of
@@ -22,7 +23,7 @@ Lines = list[str]
 
 def explain(plan: Plan, costs: Sequence[PairCost]) -> Lines:
     """The whole text, line by line."""
-    sides = f"{_counted(len(plan.producers), 'producer')} to {_counted(len(plan.consumers), 'consumer')}"
+    sides = f"{counted(len(plan.producers), 'producer')} to {counted(len(plan.consumers), 'consumer')}"
     out = [sides, "", "What the ranks have in common (every axis but token is intersected)"]
     out += _indent(_common(costs)) or ["  nothing: no consumer component has a counterpart"]
     copies = _copies(plan)
@@ -35,22 +36,13 @@ def explain(plan: Plan, costs: Sequence[PairCost]) -> Lines:
     for cost in costs:
         told.setdefault(tuple(_how(cost)), []).append(cost)
     for body, pairs in told.items():
-        out += ["", f"How {_pairs(pairs)} {'is' if len(pairs) == 1 else 'are'} planned", *_indent(body)]
+        out += ["", f"How {name_pairs(pairs)} {'is' if len(pairs) == 1 else 'are'} planned", *_indent(body)]
     out += ["", "What would make it cheaper", *_indent(cheaper(costs))]
     return out
 
 
-def _counted(number: int, word: str) -> str:
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
-
-
 def _indent(lines: Iterable[str]) -> Lines:
     return [f"  {line}" for line in lines]
-
-
-def _pairs(pairs: Sequence[PairCost]) -> str:
-    named = [f"producer {p.producer} to consumer {p.consumer}" for p in pairs]
-    return ", ".join(named[:3]) + (f" and {len(named) - 3} more pairs" if len(named) > 3 else "")
 
 
 # ------------------------------------------------------------------------------------- what there is in common
@@ -61,7 +53,7 @@ def _common(costs: Sequence[PairCost]) -> Lines:
     for cost in costs:
         kinds = (kind for one in cost.classes for kind in one.kinds)
         told.setdefault(tuple(f"{_named(k)}: {_intersection(k)}{_dealt(k)}" for k in kinds), []).append(cost)
-    return [line for body, pairs in told.items() for line in (f"{_pairs(pairs)}:", *_indent(body))]
+    return [line for body, pairs in told.items() for line in (f"{name_pairs(pairs)}:", *_indent(body))]
 
 
 def _named(kind: Kind) -> str:
@@ -203,7 +195,7 @@ def _runs(one: ClassCost) -> Lines:
 def _descriptors(one: ClassCost) -> str:
     key, full = one.plan.key, one.plan.full.count
     alone = sum(folding_of(kind).runs * len(kind.dst.members) for kind in one.kinds)
-    made = f"{_counted(alone, 'run')} of {_counted(len(one.plan.strands), 'component')} in a unit"
+    made = f"{counted(alone, 'run')} of {counted(len(one.plan.strands), 'component')} in a unit"
     if full < alone:
         made += f", joined to {full:,} where components touch on both sides"
     if key.kind == "state":
@@ -211,7 +203,7 @@ def _descriptors(one: ClassCost) -> str:
     units = max(1, key.dst.block_tokens // key.unit_tokens)
     runs = one.runs_per_block
     joined = f", joined to {_round(runs)} where units touch on both sides" if runs < full * units - 1e-9 else ""
-    return f"descriptors: {made}; {_counted(units, 'unit')} in a consumer's block: {full * units:,}{joined}"
+    return f"descriptors: {made}; {counted(units, 'unit')} in a consumer's block: {full * units:,}{joined}"
 
 
 def _round(number: float) -> str:

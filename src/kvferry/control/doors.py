@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 _ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 _ZAP_VERSION: Final = b"1.0"
+LOGGED: Final = 8
+"""Refused connections that are logged one by one."""
+
 _ZAP_PARTS: Final = 6
 """Version, request, domain, address, identity, mechanism; then credentials."""
 
@@ -146,18 +149,20 @@ class Gatekeeper:
             parts = await self._socket.recv_multipart()
             request = parts[1] if len(parts) > 1 else b""
             refusal = self._judge(parts)
-            if refusal is not None:
-                self.refused += 1
             code, text = (b"200", b"OK") if refusal is None else (b"400", b"refused")
             await self._socket.send_multipart([_ZAP_VERSION, request, code, text, b"", b""])
 
     def _judge(self, parts: list[bytes]) -> str | None:
         if len(parts) < _ZAP_PARTS or parts[0] != _ZAP_VERSION:
+            self.refused += 1
             return "libzmq asks in an unknown form"
         address, mechanism = parts[3].decode("ascii", "replace"), parts[5]
         refusal = self._guard.refusal(address, mechanism, parts[_ZAP_PARTS:])
         if refusal is not None:
-            logger.warning("a connection from %s is refused: %s", address, refusal)
+            self.refused += 1
+            # A crowd of strangers fills no log: after the first few, each time that their number has doubled.
+            if self.refused <= LOGGED or self.refused.bit_count() == 1:
+                logger.warning("a connection from %s is refused: %s (%d so far)", address, refusal, self.refused)
         return refusal
 
 

@@ -169,7 +169,7 @@ def class_key(one: Component, other: Component, groups: tuple[Group, Group]) -> 
     if src_group.kind == "state":
         sides = [SideOfClass(c.group, g.block_tokens, c.block_stride, None, None)
                  for c, g in ((one, src_group), (other, dst_group))]  # fmt: skip
-        return ClassKey("state", sides[0], sides[1], 1, 1, None, None)
+        return ClassKey("state", sides[0], sides[1], one.row_tokens, 1, None, None)
     unit = gcd(_pieces(one).rows, _pieces(other).rows)
     for group in groups:
         if group.share is not None:

@@ -72,6 +72,12 @@ class BlockTable:
         """Entries, with and without a block."""
         return int(self.blocks.size)
 
+    @property
+    def origin(self) -> int:
+        """``first_token`` of a table that has one, as every attention table does that was checked."""
+        assert self.first_token is not None, "an attention table was checked to have positions"  # noqa: S101
+        return self.first_token
+
     @cached_property
     def ids(self) -> Int64s:
         """The block ids that exist, in table order."""

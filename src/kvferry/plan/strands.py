@@ -112,14 +112,15 @@ def runs_of(strands: Sequence[Strand], rows: int) -> int:
 
 def rows_of(strands: Sequence[Strand], start: int, stop: int) -> Rows:
     """The rows of ``strands`` for rows ``[start, stop)`` of a unit, joined where both sides are contiguous."""
-    runs = runs_of(strands, stop - start)
+    count = stop - start
+    runs = runs_of(strands, count)
     if runs > ROWS_LIMIT:
         raise PlanError(
             PlanReason.LIMIT_EXCEEDED,
             f"one block would need {runs} descriptors, over {ROWS_LIMIT}: the page orders of the two sides have only "
             "single elements in common",
         )
-    folds = {shape: _fold(shape, stop - start) for shape in {strand.shape for strand in strands}}
+    folds = {shape: _fold(shape, count) for shape in {strand.shape for strand in strands}}
     parts = [folds[strand.shape] for strand in strands]
     sizes = np.array([p.src.size for p in parts])
     first_src = np.array([s.src + start * s.shape.row.src for s in strands], dtype=np.int64)

@@ -78,10 +78,10 @@ def needed_of(key: ClassKey, request: TransferRequest) -> Needed:
 def attention_units(key: ClassKey, needed: Needed, table: BlockTable) -> Int64s:
     """Numbers of the units that hold a needed row which the consumer lists and both shares hold, ascending."""
     tokens, entry = key.unit_tokens, key.dst.entry_tokens
-    if needed.start >= needed.stop or table.first_token is None:
+    if needed.start >= needed.stop:
         return np.empty(0, dtype=np.int64)
-    first = max(needed.start // tokens, table.first_token // tokens)
-    last = min(-(-needed.stop // tokens), (table.first_token + table.entries * entry) // tokens)
+    first = max(needed.start // tokens, table.origin // tokens)
+    last = min(-(-needed.stop // tokens), (table.origin + table.entries * entry) // tokens)
     if last - first > UNITS_LIMIT:
         raise PlanError(
             PlanReason.LIMIT_EXCEEDED,
@@ -92,7 +92,7 @@ def attention_units(key: ClassKey, needed: Needed, table: BlockTable) -> Int64s:
         if share is not None:
             units = units[held_by(units * tokens, share)]
     if not table.held.all():
-        units = units[table.held[(units * tokens - table.first_token) // entry]]
+        units = units[table.held[(units * tokens - table.origin) // entry]]
     return units
 
 
@@ -143,8 +143,7 @@ def require(side: SideOfClass, tokens: Int64s, table: BlockTable) -> None:
     """Raise ``missing-positions`` unless the producer's ``table`` lists the entries of all ``tokens``."""
     if not tokens.size:
         return
-    first = table.first_token or 0
-    entry = (tokens - first) // side.entry_tokens
+    entry = (tokens - table.origin) // side.entry_tokens
     absent = (entry < 0) | (entry >= table.entries)
     if not absent.any() and not table.held.all():
         absent = ~table.held[entry]
@@ -154,7 +153,7 @@ def require(side: SideOfClass, tokens: Int64s, table: BlockTable) -> None:
 
 
 def _missing(side: SideOfClass, table: BlockTable, position: int) -> None:
-    first = table.first_token or 0
+    first = table.origin
     raise PlanError(
         PlanReason.MISSING_POSITIONS,
         f"the consumer needs position {position}, the producer's table of group {side.group} lists "
@@ -173,7 +172,7 @@ def missing_rank(share: ContextParallel, dst: SideOfClass, position: int) -> Pla
 
 
 def _offsets(side: SideOfClass, row_tokens: int, tokens: Int64s, table: BlockTable) -> Int64s:
-    entry = (tokens - (table.first_token or 0)) // side.entry_tokens
+    entry = (tokens - table.origin) // side.entry_tokens
     start = table.blocks[entry] * side.block_stride
     if side.unit_map is None:
         return start

@@ -18,7 +18,7 @@ Glossary
 A driver feeds events to a machine, with the time, and carries out the actions it returns.
 """
 
-from kvferry.protocol.codec import MAX_MESSAGE_BYTES, decode_inbound, decode_reply, encode
+from kvferry.protocol.codec import MAX_MESSAGE_BYTES, check_version, decode_inbound, decode_reply, encode
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.consumer_events import (
     ConsumerAction,
@@ -69,6 +69,7 @@ from kvferry.protocol.messages import (
     ReplyExtension,
     Side,
     Status,
+    VerifyAsk,
 )
 from kvferry.protocol.producer import Producer
 from kvferry.protocol.producer_events import (
@@ -87,6 +88,7 @@ from kvferry.protocol.producer_events import (
     Published,
     PullArrived,
     PulledRequest,
+    PullRefused,
     Quieted,
     ReleaseOrdered,
     SourceReleased,
@@ -168,6 +170,7 @@ __all__ = [
     "PullFailed",
     "PullId",
     "PullKey",
+    "PullRefused",
     "PulledRequest",
     "Puller",
     "QuietAnswer",
@@ -195,11 +198,13 @@ __all__ = [
     "Table",
     "Target",
     "Ticket",
+    "VerifyAsk",
     "Wanted",
     "Withdrawn",
     "WriteDone",
     "WriteFailed",
     "WriteId",
+    "check_version",
     "decode_inbound",
     "decode_reply",
     "encode",

@@ -100,10 +100,15 @@ def _check_size(data: bytes, max_bytes: int) -> None:
 
 
 def _check_version(head: _Head) -> None:
-    version = head.kvferry.version if head.kvferry else None
-    if version and version[0] != VERSION[0]:
+    if head.kvferry and head.kvferry.version:
+        check_version(head.kvferry.version, "the peer")
+
+
+def check_version(version: tuple[int, ...], who: str) -> None:
+    """Refuse another major version by name."""
+    if version[0] != VERSION[0]:
         raise RemoteProtocolError(
-            ProtocolReason.VERSION, f"the peer speaks kvferry {version[0]}.x, this side {VERSION[0]}.x"
+            ProtocolReason.VERSION, f"{who} speaks kvferry {version[0]}.x, this side {VERSION[0]}.x"
         )
 
 

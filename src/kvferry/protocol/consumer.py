@@ -10,7 +10,9 @@ A *fetch* is one transfer; it sends a *pull* to each producer rank that it must 
 * Doubt about one producer ends in one fence: the engine that receives from it is destroyed, which settles every pull
   sent to it, so its other open pulls are failed with it. The fence waits ``fence_after`` for them, at most
   ``fence_latest``; it does not wait when the producer is lost, or when too many blocks are in quarantine.
-* While a fence is under way, new pulls to that producer wait.
+* While a fence is under way, new pulls to that producer wait. When it proves nothing (a writer over ``cma`` that lives
+  and cannot be reached) its blocks stay held, it is tried again every ``fence_latest``, and fetches from that producer
+  are refused meanwhile. With ``quarantined_blocks`` held, all new fetches are: no block is ever given back unproven.
 * At most one pull for each (transfer, rank) ever reaches an upstream producer, and nothing else does. A kvferry
   producer is told when a fetch is given up, and gets a pull a second time only if it lacked a layout.
 * Everything learnt about a producer belongs to one life of it.
@@ -73,6 +75,8 @@ from kvferry.protocol.tables import (
 from kvferry.protocol.timers import Timers
 from kvferry.protocol.values import DONE, Fate, Outcome, Ticket
 
+_UNPROVEN = "it cannot be proven yet that earlier writes of this producer are over"
+_FULL = "too many blocks are held for failed fetches whose writers live and cannot be reached"
 _FATES = {FetchStep.FAIL: Fate.FAILED, FetchStep.ABORT: Fate.ABORTED, FetchStep.TIME_OUT: Fate.EXPIRED}
 
 
@@ -158,9 +162,11 @@ class Consumer:
     def _fetch_requested(self, event: FetchRequested) -> None:
         if event.ticket in self._tickets:
             return
-        refusal = self._no_room(event.transfer)
+        refusal, detail = self._no_room(event.transfer), ""
+        if refusal is None and self._at_the_bound:
+            refusal, detail = ProtocolReason.LIMIT_EXCEEDED, _FULL
         if refusal is not None:
-            outcome = Outcome(Fate.FAILED, refusal)
+            outcome = Outcome(Fate.FAILED, refusal, detail)
             self._emit(event.transfer, FetchEnded(event.transfer, event.request, event.ticket, outcome))
             self._emit(event.transfer, DestinationReleased(event.transfer, event.ticket))
             return
@@ -179,6 +185,13 @@ class Consumer:
         if transfer in self._fetches:
             return ProtocolReason.DUPLICATE_TRANSFER
         return ProtocolReason.LIMIT_EXCEEDED if len(self._fetches) >= self.limits.fetches else None
+
+    @property
+    def _at_the_bound(self) -> bool:
+        """Whether no more blocks may come into doubt: enough are held, and what was tried proves nothing."""
+        bound = self.limits.quarantined_blocks
+        full = bound is not None and self._quarantined >= bound
+        return full and any(producer.unproven for producer in self._producers.values())
 
     def _begin(self, fetch: Fetch) -> None:
         self._fetches[fetch.transfer] = fetch
@@ -209,6 +222,10 @@ class Consumer:
         engine = event.producer.engine_id
         if event.upstream and any((engine, key) in self._pulled for key in keys.values()):
             self._end(fetch, FetchStep.FAIL, ProtocolReason.DUPLICATE_TRANSFER)
+            return
+        known = self._producers.get(event.producer)
+        if known is not None and known.unproven:
+            self._end(fetch, FetchStep.FAIL, ProtocolReason.PEER_LOST, _UNPROVEN)
             return
         self._step_fetch(fetch, FetchStep.RESOLVE)
         producer = self._producers.setdefault(event.producer, ProducerRecord(event.producer, event.upstream))
@@ -422,7 +439,7 @@ class Consumer:
         self._fence_over(producer)
 
     def _fence_over(self, producer: ProducerRecord) -> None:
-        producer.fencing = False
+        producer.fencing = producer.unproven = False
         self._timers.cancel(FenceDue(producer.incarnation))
         if not producer.pulls:
             del self._producers[producer.incarnation]
@@ -431,8 +448,14 @@ class Consumer:
 
     def _fence_failed(self, incarnation: Incarnation) -> None:
         producer = self._producers.get(incarnation)
-        if producer is not None and producer.fencing:
-            self._timers.set(FenceDue(incarnation), self._now + self.limits.fence_latest)
+        if producer is None or not producer.fencing:
+            return
+        producer.unproven = True
+        self._timers.set(FenceDue(incarnation), self._now + self.limits.fence_latest)
+        for pull in self._pulls_of(producer):
+            fetch = self._fetches.get(pull.key.transfer)
+            if fetch is not None and pull.state is PullState.QUEUED:
+                self._end(fetch, FetchStep.FAIL, ProtocolReason.PEER_LOST, _UNPROVEN)
 
     def _pulls_of(self, producer: ProducerRecord) -> list[FetchPull]:
         return [self._fetches[key.transfer].pulls[key] for key in producer.pulls]
@@ -523,6 +546,7 @@ class Consumer:
         for incarnation, producer in self._producers.items():
             states = {pull.state for pull in self._pulls_of(producer)}
             holds(producer.fencing or bool(states), "a producer is kept for its pulls")
+            holds(not producer.unproven or states <= {PullState.IN_DOUBT}, "nothing waits for a fence that fails")
             holds(not producer.fencing or states <= {PullState.IN_DOUBT, PullState.QUEUED}, "a fence settles all")
             holds(producer.fencing or PullState.QUEUED not in states, "pulls wait only for a fence")
             doubtful = PullState.IN_DOUBT in states

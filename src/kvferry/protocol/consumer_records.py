@@ -33,7 +33,8 @@ class ConsumerLimits:
     """After this it waits no longer; also how often an unanswered fence is asked for again."""
 
     quarantined_blocks: int | None = None
-    """Most destination blocks that may be held for fetches that are over; above it the fences come at once."""
+    """Most destination blocks that may be held for fetches that are over; above it the fences come at once, and where
+    one proves nothing (`cma`, a writer that lives and cannot be reached) new fetches are refused."""
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -82,6 +83,9 @@ class ProducerRecord:
     upstream: bool
     pulls: dict[PullKey, None] = field(default_factory=dict)
     fencing: bool = False
+    unproven: bool = False
+    """A fence was tried and proves nothing for now: its writers live, and do not say that they have stopped."""
+
     doubt_since: float | None = None
 
 

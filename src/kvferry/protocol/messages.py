@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 VERSION: Final = (1, 0)
 """Ours. Another minor version is spoken to, another major one is refused by name."""
 
-FEATURES: Final = ("abort", "layouts", "release")
+FEATURES: Final = ("abort", "layouts", "release", "verify")
 
 NULL_BLOCK: Final = 0
 """What an upstream block list holds where the engine keeps no block."""
@@ -81,6 +81,13 @@ class Positions(Struct, frozen=True, omit_defaults=True):
     """Digest of the prompt's tokens up to ``stop``; absent where nothing is wanted."""
 
 
+class VerifyAsk(Struct, frozen=True, omit_defaults=True):
+    """Send digests of what was written, of one page in ``every``, chosen by ``seed``."""
+
+    every: Size
+    seed: Whole
+
+
 class PullExtension(Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="pull"):
     """What a kvferry consumer adds to a pull."""
 
@@ -104,6 +111,8 @@ class PullExtension(Struct, frozen=True, omit_defaults=True, tag_field="kind", t
     """By fingerprint, inlined when the producer said that it lacks them."""
 
     features: Names = ()
+    verify: VerifyAsk | None = None
+    """Only for a producer with the feature ``verify``."""
 
 
 class Hello(Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="hello"):
@@ -193,6 +202,10 @@ class ReplyExtension(Struct, frozen=True, omit_defaults=True, tag_field="kind", 
 
     missing: Names = ()
     """Fingerprints of the placements that the producer lacks (reason ``layout-miss``)."""
+
+    digests: Annotated[dict[Name, Annotated[bytes, Meta(max_length=4 << 20)]], Meta(max_length=4096)] = {}
+    """Of the pages of requests that are named ok here, where the pull asked for them; 16 bytes each, in the order that
+    both ends work out alike."""
 
 
 class HelloAnswer(Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="hello"):

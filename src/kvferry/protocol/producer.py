@@ -13,6 +13,9 @@ request of one pull is owed; the tables in ``tables`` say how leases and writes 
 * A lease is done when as many ranks of one side as that side expects have been served; errors do not count, ranks
   that gave up do, but then it is not done but aborted or failed.
 * A transfer that is over stays over: late pulls are told how it ended, and it is not published again.
+* A lease waits for its deadline only while somebody may come. Once every side that came has a rank that is lost, was
+  refused or gave up, it is kept for ``lost_grace`` more, in case a router sends another consumer; once a side has been
+  served in part and nothing is open, for ``side_wait``.
 * Pulls may come before the scheduler speaks of a transfer. Such strangers are bounded in number and in time, and
   nothing that is known waits for them.
 
@@ -25,6 +28,7 @@ from typing import assert_never
 from kvferry.errors import LocalProtocolError, ProtocolReason
 from kvferry.ids import TransferId
 from kvferry.protocol.invariants import holds
+from kvferry.protocol.producer_checks import check_lease, check_writes
 from kvferry.protocol.producer_events import (
     Announced,
     Answer,
@@ -41,6 +45,7 @@ from kvferry.protocol.producer_events import (
     Published,
     PullArrived,
     PulledRequest,
+    PullRefused,
     Quieted,
     ReleaseOrdered,
     SourceReleased,
@@ -139,6 +144,9 @@ class Producer:
         match event:
             case PullArrived():
                 self._pull_arrived(event)
+            case PullRefused():
+                for transfer in event.transfers:
+                    self._pull_refused(event.puller, transfer)
             case Published():
                 self._published(event)
             case Announced():
@@ -195,8 +203,8 @@ class Producer:
         self._step_lease(lease, LeaseStep.PUBLISH)
         lease.ticket, lease.tokens, lease.tables = event.ticket, event.tokens, event.tables
         lease.prompt = event.prompt
-        grace = self._now + self.limits.lost_grace
-        self._set_deadline(lease, min(event.deadline, grace) if lease.lost else event.deadline)
+        lease.deadline = event.deadline
+        self._mind_deadline(lease)
         self._note(event.transfer, "published")
         for write in [self._writes[one] for one in lease.writes]:
             self._start(lease, write)  # refused meanwhile, if one before it completed the lease
@@ -269,8 +277,10 @@ class Producer:
         if write.behind is not None:
             write.failure = Failure(wanted.request, ProtocolReason.DUPLICATE_TRANSFER)
             self._note(wanted.transfer, "repeats a pull")
-        elif lease.state is LeaseState.PUBLISHED:
-            self._timers.set(LeaseDue(lease.transfer), lease.deadline)
+            return
+        lease.gone.discard(event.puller)
+        self._mind_deadline(lease)
+        if lease.state is LeaseState.PUBLISHED:
             self._start(lease, write)
             self._review(lease)
         else:
@@ -285,23 +295,9 @@ class Producer:
                 return None, ended
             lease = self._new_stranger(transfer, event.puller)
             return lease, None if lease else ProtocolReason.LIMIT_EXCEEDED
-        return lease, self._refusal(lease, event)
-
-    def _refusal(self, lease: Lease, event: PullArrived) -> ProtocolReason | None:
-        side, rank = event.puller.side, event.puller.rank
         if self._first_of(lease, event.puller) is not None:
-            return None  # answered after the first
-        if lease.state in LEASE_ENDED or lease.overdue:
-            return lease.reason or ProtocolReason.UNKNOWN_TRANSFER
-        if rank in lease.given_up.get(side, ()):
-            return ProtocolReason.ABORTED
-        if event.puller in lease.tried:
-            return ProtocolReason.DUPLICATE_TRANSFER
-        if lease.expected.get(side, event.expected) != event.expected:
-            return ProtocolReason.INCOMPATIBLE_PEER
-        if lease.pullers() + len(lease.writes) >= self.limits.pullers:
-            return ProtocolReason.LIMIT_EXCEEDED
-        return None
+            return lease, None  # answered after the first
+        return lease, lease.refusal(event.puller, event.expected, limit=self.limits.pullers)
 
     def _first_of(self, lease: Lease, puller: Puller) -> WriteId | None:
         """The write of this rank that is not over."""
@@ -320,6 +316,7 @@ class Producer:
             return
         lease.expected.setdefault(side, event.expected)
         lease.given_up.setdefault(side, set()).add(rank)
+        self._will_not_be_served(lease, event.puller)
         lease.peer_failed = lease.peer_failed or event.failed
         self._note(event.transfer, "peer gave up")
         for write in [self._writes[one] for one in lease.writes]:
@@ -332,12 +329,20 @@ class Producer:
         if record is None:
             return
         for write in [self._writes[one] for one in record.unnamed]:
-            lease = self._leases[write.wanted.transfer]
-            lease.lost = True
-            if lease.state is LeaseState.PUBLISHED:
-                grace = self._now + self.limits.lost_grace
-                self._timers.set(LeaseDue(lease.transfer), min(lease.deadline, grace))
+            self._will_not_be_served(self._leases[write.wanted.transfer], write.puller)
             self._give_up(write, ProtocolReason.PEER_LOST)
+
+    def _pull_refused(self, puller: Puller, transfer: TransferId) -> None:
+        lease = self._leases.get(transfer)
+        if lease is None or lease.state in LEASE_ENDED or self._first_of(lease, puller) is not None:
+            return
+        if puller.rank not in lease.served.get(puller.side, ()) and len(lease.gone) < self.limits.pullers:
+            self._note(transfer, "refused by the driver")
+            self._will_not_be_served(lease, puller)
+
+    def _will_not_be_served(self, lease: Lease, puller: Puller) -> None:
+        lease.gone.add(puller)
+        self._mind_deadline(lease)
 
     # ----------------------------------------------------------------------------------------------- the writes
 
@@ -401,11 +406,15 @@ class Producer:
         del lease.writes[key]
         if write.state is WriteState.SERVED:
             lease.served.setdefault(write.puller.side, set()).add(write.puller.rank)
+            lease.gone.discard(write.puller)
             self._name(write, None)
         else:
+            if write.puller in lease.tried and write.behind is None:
+                lease.gone.add(write.puller)
             self._name(write, write.failure or Failure(key.request, ProtocolReason.TRANSPORT_FAILED))
         for other in [one for one in lease.writes if self._writes[one].behind == key]:
             self._write_ended(other, WriteStep.REFUSE)
+        self._mind_deadline(lease)
         self._review(lease)
 
     def _name(self, write: Write, failure: Failure | None) -> None:
@@ -441,6 +450,17 @@ class Producer:
     def _set_deadline(self, lease: Lease, deadline: float) -> None:
         lease.deadline = deadline
         self._timers.set(LeaseDue(lease.transfer), deadline)
+
+    def _mind_deadline(self, lease: Lease) -> None:
+        """How long a published lease waits for the next pull: less, once those who came will not be served."""
+        if lease.state is not LeaseState.PUBLISHED or lease.overdue:
+            return
+        if lease.forlorn or (lease.served and not lease.writes):
+            wait = self.limits.lost_grace if lease.forlorn else self.limits.side_wait
+            lease.kept_until = min(lease.kept_until or lease.deadline, self._now + wait)
+        else:
+            lease.kept_until = None
+        self._timers.set(LeaseDue(lease.transfer), lease.kept_until or lease.deadline)
 
     def _review(self, lease: Lease) -> None:
         """See whether a lease is complete, overdue, or over and quiet."""
@@ -565,16 +585,8 @@ class Producer:
     def check_invariants(self) -> None:
         """What holds between any two events; for tests. Raises ``AssertionError``."""
         for lease in self._leases.values():
-            self._check_lease(lease)
-        for write in self._writes.values():
-            holds(write.id in self._leases[write.wanted.transfer].writes, "a write is its lease's")
-            holds(write.id in self._pulls[write.id.pull].unnamed, "a write is not named yet")
-            waits = write.state is WriteState.WAITING
-            holds(waits != (WriteDue(write.id) in self._timers), "a write that moves has a deadline")
-        unnamed = sum(len(record.unnamed) for record in self._pulls.values())
-        holds(unnamed == len(self._writes), "what is not named has a write")
-        for pull, record in self._pulls.items():
-            holds(bool(record.unnamed) and KeepAliveDue(pull) in self._timers, "an open pull is kept alive")
+            check_lease(lease, self._writes, self._timers)
+        check_writes(self._writes, self._leases, self._pulls, self._timers)
         strangers = Counter(one.stranger_of for one in self._leases.values() if one.stranger_of)
         holds(self._strangers == strangers, "strangers are counted")
         holds(len(self._pulls) <= self.limits.pulls, "pulls are bounded")
@@ -582,16 +594,3 @@ class Producer:
         holds(len(self._leases) <= self.limits.leases + self.limits.strangers, "leases are bounded")
         holds(len(self._remembered) <= self.limits.remembered, "memory is bounded")
         holds(len(self._timers) <= len(self._leases) + len(self._pulls) + len(self._writes), "no stray timer")
-
-    def _check_lease(self, lease: Lease) -> None:
-        ended, published = lease.state in LEASE_ENDED, lease.state is LeaseState.PUBLISHED
-        states = [self._writes[one].state for one in lease.writes if self._writes[one].behind is None]
-        firsts = [self._writes[one].behind for one in lease.writes]
-        holds(all(one is None or one in lease.writes for one in firsts), "a repeated pull waits for a live one")
-        holds(not ended or bool(states), "a lease that is over is kept only for its writes")
-        holds(ended or lease.overdue or LeaseDue(lease.transfer) in self._timers, "a lease has a deadline")
-        holds(lease.ticket is not None or not published, "a published lease has blocks")
-        holds((lease.stranger_of is not None) == (lease.state is LeaseState.AWAITED), "strangers are awaited")
-        waiting = [state is WriteState.WAITING for state in states]
-        holds(not (ended or published) or not any(waiting), "no write waits for what is there or over")
-        holds(ended or published or all(waiting), "no write begins before its blocks are there")

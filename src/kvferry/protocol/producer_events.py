@@ -82,6 +82,14 @@ class PullArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class PullRefused:
+    """The driver has refused a pull of this rank for these transfers; it may never be heard of again."""
+
+    puller: Puller
+    transfers: tuple[TransferId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WriteDone:
     """Every descriptor of the write completed: nothing of it is under way, all bytes are there."""
 
@@ -139,6 +147,7 @@ ProducerEvent = (
     | Withdrawn
     | ReleaseOrdered
     | PullArrived
+    | PullRefused
     | WriteDone
     | WriteFailed
     | Quieted

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from kvferry.errors import LocalProtocolError, ProtocolReason
 from kvferry.ids import TransferId
 from kvferry.protocol.producer_events import Failure, PulledRequest
-from kvferry.protocol.tables import LeaseState, LeaseStep, WriteState
+from kvferry.protocol.tables import LEASE_ENDED, LeaseState, LeaseStep, WriteState
 from kvferry.protocol.values import PromptMark, Puller, PullId, Span, Table, Ticket, WriteId
 
 
@@ -43,11 +43,14 @@ class ProducerLimits:
     stop_timeout: float = 2.0
     """After this a stopped write that has not reported is in doubt."""
 
-    fence_after: float = 5.0
+    fence_after: float = 3.0
     """How long a write may be in doubt before proof is asked for, and how often it is asked for again."""
 
-    lost_grace: float = 10.0
-    """How long a lease is still kept once a consumer that pulled it is lost."""
+    lost_grace: float = 5.0
+    """How long a lease is still kept once all that came for it are lost or were refused: another may be sent."""
+
+    side_wait: float = 60.0
+    """How long a lease is still kept for the ranks of a side that has been served in part, once nothing is open."""
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -106,8 +109,11 @@ class Lease:
     served: dict[str, set[str]] = field(default_factory=dict)
     given_up: dict[str, set[str]] = field(default_factory=dict)
     peer_failed: bool = False
-    lost: bool = False
-    """A consumer that had pulled it is lost; nobody may come any more."""
+    gone: set[Puller] = field(default_factory=set)
+    """Ranks that came for it and will not be served: lost, refused, or they gave up."""
+
+    kept_until: float | None = None
+    """Earlier than the deadline, where nobody is known who may still come."""
 
     reason: ProtocolReason | None = None
     """Why it ended otherwise than done."""
@@ -120,6 +126,24 @@ class Lease:
 
     def pullers(self) -> int:
         return len(self.tried) + sum(len(ranks) for ranks in self.given_up.values())
+
+    def refusal(self, puller: Puller, expected: int, *, limit: int) -> ProtocolReason | None:
+        """Why a rank that has nothing open here may not pull it; ``limit``: of the ranks that may."""
+        if self.state in LEASE_ENDED or self.overdue:
+            return self.reason or ProtocolReason.UNKNOWN_TRANSFER
+        if puller.rank in self.given_up.get(puller.side, ()):
+            return ProtocolReason.ABORTED
+        if puller in self.tried:
+            return ProtocolReason.DUPLICATE_TRANSFER
+        if self.expected.get(puller.side, expected) != expected:
+            return ProtocolReason.INCOMPATIBLE_PEER
+        return ProtocolReason.LIMIT_EXCEEDED if self.pullers() + len(self.writes) >= limit else None
+
+    @property
+    def forlorn(self) -> bool:
+        """Whether no side is known that can still be served: each that came has a rank that will not be."""
+        sides = {puller.side for puller in self.gone}
+        return bool(sides) and self.expected.keys() <= sides
 
     def settled(self) -> LeaseStep | None:
         """How a published lease ends once a side has nothing more to come for; ``None`` while one has."""

@@ -170,12 +170,14 @@ def make_refusal(
     )
 
 
-def make_hello_answer(producer: Side, *, transport: str = "", transport_address: str = "") -> Reply:
+def make_hello_answer(
+    producer: Side, *, transport: str = "", transport_address: str = "", features: tuple[str, ...] = FEATURES
+) -> Reply:
     """The answer to a hello: an ERROR, as upstream would give, with who we are."""
     answer = HelloAnswer(
         version=VERSION,
         producer=producer,
-        features=FEATURES,
+        features=features,
         transport=transport,
         transport_address=transport_address,
     )

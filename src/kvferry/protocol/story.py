@@ -42,6 +42,11 @@ class Story:
                 self._lives.popitem(last=False)
         life.append(entry)
 
+    @property
+    def open(self) -> tuple[TransferId, ...]:
+        """Those of the transfers kept here that this side still knows, oldest first."""
+        return tuple(transfer for transfer, life in self._lives.items() if life[-1].state)
+
     def of(self, transfer: TransferId) -> tuple[Entry, ...]:
         """The entries kept for one transfer, oldest first; empty when nothing is known of it."""
         return tuple(self._lives.get(transfer, ()))

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kvferry.control import Signer
 from kvferry.router.batch import (
     CLIENT_LEFT,
     Batch,
@@ -61,8 +62,9 @@ class _Front:
 
     def __init__(self, config: RouterConfig, *, clock: Clock) -> None:
         self._config = config
-        self._client = new_client()
-        self._engines = Engines(self._client, patience=config.patience)
+        self._client = new_client(ca=config.bootstrap_ca)
+        signer = Signer(config.secret) if config.secret is not None else None
+        self._engines = Engines(self._client, patience=config.patience, signer=signer)
         self._metrics = Metrics()
         self._relay = Relay(config, engines=self._engines, metrics=self._metrics, clock=clock)
 

@@ -8,6 +8,7 @@ same host; a full URL after the comma gives another host.
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from kvferry.control import Secret
 from kvferry.errors import ConfigError, ConfigReason
 
 DEFAULT_BOOTSTRAP_PORT = 8998
@@ -100,12 +101,20 @@ class RouterConfig:
     cooldown: Cooldown = Cooldown()
     rounds: int = 3
     """How often one prompt may be prefilled, when decode fails before its first byte."""
+    copies: int = 1
+    """At how many prefill engines each prompt is computed. The decode engine is told of all, and tries the others when
+    the first one fails, as far as its option ``retries`` allows."""
     directory_ttl: float = 5.0
     """Seconds for which an engine id is believed. No engine restarts faster than this, so a stale id is not used."""
     max_batch: int = 1024
     """Most choices (prompts times ``n``) of one request; each becomes a pair of engine requests."""
     decode_alone: bool = False
     """Let a decode engine compute the prompt itself when every prefill engine failed, instead of an error."""
+
+    secret: Secret | None = None
+    """Shared with the engines; releases are signed with it."""
+    bootstrap_ca: str | None = None
+    """File of the authorities by which https addresses are believed."""
 
     def __post_init__(self) -> None:
         if not self.prefills or not self.decodes:
@@ -120,6 +129,8 @@ class RouterConfig:
                 "rounds and max_batch must be at least 1, directory_ttl at least 0; "
                 f"got {self.rounds}, {self.max_batch}, {self.directory_ttl}"
             )
+        if not 1 <= self.copies <= len(self.prefills):
+            raise _invalid(f"copies must be 1 to the {len(self.prefills)} prefill engines given, got {self.copies}")
 
 
 def _base_url(text: str, *, option: str) -> str:

@@ -69,8 +69,15 @@ class Decoder:
             delivered = True
             return result
         finally:
-            if not delivered and job.handoff is not None:
-                self._releaser.release(job.handoff, reason="decode-failed")
+            if job.handoff is not None:
+                self._let_go(job.handoff, delivered=delivered)
+
+    def _let_go(self, handoff: Handoff, *, delivered: bool) -> None:
+        """After the first output no copy is needed; a decode engine that reads the list has said so already."""
+        if not delivered:
+            self._releaser.release(handoff, reason="decode-failed")
+        for one in handoff.copies:
+            self._releaser.release(one, reason="not-needed" if delivered else "decode-failed")
 
     async def _first(self, job: DecodeJob[T], stack: AsyncExitStack, avoid: set[str]) -> T:
         last: UpstreamError | None = None

@@ -7,10 +7,12 @@ success is the engine's verdict on the request, and the client's answer.
 import socket
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 
+from kvferry.control import Signer, client_context
 from kvferry.router import events
 from kvferry.router.config import Patience
 from kvferry.router.faults import Answer, FaultReason, Headers, RefusedError, UpstreamError
@@ -24,10 +26,13 @@ _KEEP_ALIVE = [
 ]
 
 
-def new_client() -> httpx.AsyncClient:
-    """The one HTTP client of a router. It ignores proxy settings of the environment: engines are near."""
+def new_client(*, ca: str | None = None) -> httpx.AsyncClient:
+    """The one HTTP client of a router. It ignores proxy settings of the environment: engines are near.
+
+    ``ca``: file of the authorities by which https addresses are believed; default: those of this machine.
+    """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=3.0)
-    transport = httpx.AsyncHTTPTransport(limits=limits, socket_options=_KEEP_ALIVE)
+    transport = httpx.AsyncHTTPTransport(verify=client_context(ca), limits=limits, socket_options=_KEEP_ALIVE)
     return httpx.AsyncClient(transport=transport, trust_env=False, follow_redirects=False)
 
 
@@ -63,9 +68,11 @@ class EngineStream:
 class Engines:
     """Asks engines, with the patience that the operator set."""
 
-    def __init__(self, client: httpx.AsyncClient, *, patience: Patience) -> None:
+    def __init__(self, client: httpx.AsyncClient, *, patience: Patience, signer: Signer | None = None) -> None:
+        """``signer``: signs orders to bootstrap services, where the deployment has a secret."""
         self._client = client
         self._patience = patience
+        self._signer = signer
 
     async def prefill(self, url: str, *, headers: Headers, body: Mapping[str, object]) -> Answer:
         """The whole answer of a prefill engine."""
@@ -87,11 +94,12 @@ class Engines:
 
     async def post_control(self, url: str, *, body: Mapping[str, object]) -> Answer:
         """A small order to a bootstrap service."""
+        data = msgspec.json.encode(body)
         headers = {"content-type": "application/json"}
+        if self._signer is not None:
+            headers |= self._signer.headers("POST", urlsplit(url).path, data)
         with _faults(reached=True):
-            response = await self._client.post(
-                url, content=msgspec.json.encode(body), headers=headers, timeout=self._patience.control
-            )
+            response = await self._client.post(url, content=data, headers=headers, timeout=self._patience.control)
         return _checked(Answer(response.status_code, response.content))
 
     async def _open(self, url: str, *, headers: Headers, body: Mapping[str, object], silence: float) -> EngineStream:

@@ -101,6 +101,8 @@ class Handoff:
     """Whether the producer understands a release."""
     extra: Json = field(default_factory=dict)
     """What the prefill engine itself wants decode to be told; it goes before what the directory says."""
+    copies: tuple["Handoff", ...] = ()
+    """The same prompt at other engines, for when this one fails."""
 
 
 def decode_body(piece: Piece, handoff: Handoff | None) -> dict[str, object]:
@@ -115,7 +117,18 @@ def decode_body(piece: Piece, handoff: Handoff | None) -> dict[str, object]:
         "do_remote_prefill": True,
         "transfer_id": handoff.transfer,
     }
+    if handoff.copies:
+        params["remote_alternatives"] = [_named(one) for one in handoff.copies]
     return {**piece.body, "kv_transfer_params": params}
+
+
+def _named(copy: Handoff) -> dict[str, object]:
+    """One entry of ``remote_alternatives``, a field of kvferry's own; others do not read it."""
+    return {
+        "transfer_id": copy.transfer,
+        "remote_engine_id": copy.engine_id,
+        "remote_bootstrap_addr": copy.prefill.bootstrap,
+    }
 
 
 def _choices(body: Json) -> int:

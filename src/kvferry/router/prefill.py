@@ -8,7 +8,7 @@ and is released.
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -46,19 +46,51 @@ class NoHandoff:
 class Prefiller:
     """Asks the prefill engines of a pool, one after the other."""
 
-    def __init__(
-        self, pool: Pool[Prefill], *, directory: Directory, engines: Engines, releaser: Releaser, metrics: Metrics
+    def __init__(  # what it asks, tells and counts with
+        self,
+        pool: Pool[Prefill],
+        *,
+        directory: Directory,
+        engines: Engines,
+        releaser: Releaser,
+        metrics: Metrics,
+        copies: int = 1,
     ) -> None:
         self.pool = pool
         self._directory = directory
         self._engines = engines
         self._releaser = releaser
         self._metrics = metrics
+        self._copies = copies
 
     async def hand_off(self, piece: Piece, call: Call, *, avoid: set[str]) -> Handoff | NoHandoff:
-        """The first handoff to be had. Engines that fail are added to ``avoid``; a RefusedError is raised at once."""
+        """The first handoff to be had, with the copies that were asked for and could be had.
+
+        Engines that fail are added to ``avoid``; a RefusedError is raised at once.
+        """
+        ranked = iter(self.pool.ranked(avoid=avoid))
+        if self._copies == 1:
+            return await self._first(ranked, piece, call, avoid)
+        tasks = [asyncio.create_task(self._first(ranked, piece, call, avoid)) for _ in range(self._copies)]
+        try:
+            results = await asyncio.gather(*tasks)
+        except BaseException:
+            await self._undo(tasks)
+            raise
+        found = [one for one in results if isinstance(one, Handoff)]
+        return replace(found[0], copies=tuple(found[1:])) if found else results[0]
+
+    async def _undo(self, tasks: Sequence["asyncio.Task[Handoff | NoHandoff]"]) -> None:
+        """One copy was refused, or the client has left: nobody will come for the others."""
+        for task in tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, Handoff):
+                self._releaser.release(ended, reason="prefill-failed")
+
+    async def _first(self, ranked: Iterator[Prefill], piece: Piece, call: Call, avoid: set[str]) -> Handoff | NoHandoff:
         last: UpstreamError | None = None
-        for prefill in self.pool.ranked(avoid=avoid):
+        for prefill in ranked:
             try:
                 with counted(self._metrics, "prefill", prefill.url), self.pool.using(prefill):
                     return await self._attempt(prefill, piece, call)

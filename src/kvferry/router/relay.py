@@ -39,6 +39,7 @@ class Relay:
             engines=engines,
             releaser=self._releaser,
             metrics=metrics,
+            copies=config.copies,
         )
         self.decoder = Decoder(
             Pool(config.decodes, cooldown=config.cooldown, clock=clock),
@@ -82,8 +83,9 @@ class Relay:
                 last = fault
                 if not fault.reached or handoff is None:
                     break
-                avoid_prefills.add(handoff.prefill.url)
-                self.prefiller.doubt(handoff)
+                for one in (handoff, *handoff.copies):
+                    avoid_prefills.add(one.prefill.url)
+                    self.prefiller.doubt(one)
         raise gave_up("decode", last)
 
     async def _hand_off(self, piece: Piece, call: Call, avoid: set[str]) -> Handoff | None:

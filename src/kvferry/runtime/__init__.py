@@ -7,7 +7,8 @@ the consumer's driver sees it; the *journal* says what became of transfers.
 Needs no vLLM: whatever owns memory with a layout can be a producer or a consumer.
 """
 
-from kvferry.runtime.consumer import Fetch
+from kvferry.runtime.fetches import Alternative, Fetch
+from kvferry.runtime.gate import Ready
 from kvferry.runtime.options import Bootstrap, RuntimeOptions, Timing, TransportFactory
 from kvferry.runtime.producer import Publication
 from kvferry.runtime.service import ConsumerRuntime, ProducerRuntime
@@ -15,6 +16,7 @@ from kvferry.runtime.sides import Local, new_epoch
 from kvferry.runtime.tally import End, Interval, Receive, Write
 
 __all__ = [
+    "Alternative",
     "Bootstrap",
     "ConsumerRuntime",
     "End",
@@ -23,6 +25,7 @@ __all__ = [
     "Local",
     "ProducerRuntime",
     "Publication",
+    "Ready",
     "Receive",
     "RuntimeOptions",
     "Timing",

@@ -4,14 +4,17 @@ Everything here concerns the pull as a whole and is refused as a whole, before a
 one request of it (positions, block tables) is found when its write is bound, and fails that request alone.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.errors import PlanError, ProtocolReason, RemoteProtocolError
 from kvferry.layout import Binding, Region, regions_of
 from kvferry.plan import Plan
-from kvferry.protocol import Pull, PullExtension, Side
+from kvferry.protocol import Pull, PulledRequest, PullExtension, Side, Span
+from kvferry.runtime.pairing import pulls_expected
 from kvferry.runtime.plans import Plans
 from kvferry.runtime.sides import Local
+from kvferry.runtime.verify import can_verify
 
 
 class LayoutMissError(RemoteProtocolError):
@@ -22,17 +25,36 @@ class LayoutMissError(RemoteProtocolError):
         self.missing = missing
 
 
+ListReader = Callable[[PulledRequest, Span, int], PulledRequest]
+"""From a request without positions, what was published and the length of the whole prompt, to one with positions."""
+
+
 @dataclass(frozen=True, slots=True)
 class Admitted:
     """A pull that can be served."""
 
-    extension: PullExtension
+    extension: PullExtension | None
+    """``None``: of vLLM's own connector."""
     plan: Plan
+    producer: int
+    """This rank, as the plan numbers producers."""
     consumer: int
     """Rank of the consumer, as the plan numbers them."""
     binding: Binding
     regions: tuple[Region, ...]
     """The consumer's registered memory."""
+    address: str
+    """Where the consumer receives, in the transport's own form."""
+    peer: str
+    """The consumer's engine, as far as it has a name."""
+    expected: int
+    """How many ranks of the consumer's side will pull from this rank."""
+    pull: int = 0
+    """The pull's own number, where its sender gives one."""
+    idle: bool = False
+    """Nothing is to be written for it, whatever it lists."""
+    lists: ListReader | None = None
+    """Gives the block lists of such a pull their positions; ``None``: they came with them."""
 
 
 def admit(pull: Pull, local: Local, plans: Plans, *, transport: str) -> Admitted:
@@ -45,17 +67,24 @@ def admit(pull: Pull, local: Local, plans: Plans, *, transport: str) -> Admitted
         )
     _check_addressed(extension.producer, local)
     _check_peer(extension, local, transport)
-    for fingerprint, encoded in extension.placements.items():
-        plans.learn(fingerprint, encoded)
     consumer = extension.consumer
+    for fingerprint in dict.fromkeys(consumer.fingerprints):
+        if (encoded := extension.placements.get(fingerprint)) is not None:
+            plans.learn(fingerprint, encoded)
     if missing := plans.missing(consumer.fingerprints):
         raise LayoutMissError(missing)
     binding = Binding(extension.bases)
+    plan = plans.between(local.side().fingerprints, consumer.fingerprints)
     return Admitted(
         extension=extension,
-        plan=plans.between(local.side().fingerprints, consumer.fingerprints),
+        plan=plan,
+        producer=local.index,
         consumer=consumer.index,
         binding=binding,
+        address=extension.address,
+        peer=consumer.engine_id,
+        expected=pulls_expected(plan, local.index),
+        pull=extension.pull,
         regions=regions_of(plans.placement(consumer.fingerprints[consumer.index]), binding),
     )
 
@@ -96,4 +125,9 @@ def _check_peer(extension: PullExtension, local: Local, transport: str) -> None:
         raise RemoteProtocolError(
             ProtocolReason.INCOMPATIBLE_PEER,
             f"the consumer receives over {extension.transport!r}, this producer sends over {transport!r}",
+        )
+    if extension.verify is not None and not can_verify(local.placement):
+        raise RemoteProtocolError(
+            ProtocolReason.INCOMPATIBLE_PEER,
+            "the consumer wants digests of the pages, and this producer's are not in CPU memory",
         )

@@ -28,6 +28,7 @@ from kvferry.protocol import (
     ConsumerLimits,
     ConsumerTick,
     DestinationReleased,
+    Entry,
     FenceDone,
     FenceFailed,
     FenceProducer,
@@ -41,6 +42,7 @@ from kvferry.protocol import (
     PullFailed,
     PullKey,
     ReleaseRequested,
+    Reply,
     ReplyArrived,
     Resolve,
     SendAbort,
@@ -55,6 +57,8 @@ from kvferry.protocol import (
     decode_reply,
     encode,
 )
+from kvferry.runtime.checking import Checker, Verified, still_busy
+from kvferry.runtime.fetches import Fetch
 from kvferry.runtime.journal import ConsumerJournal, Fetched
 from kvferry.runtime.loop import LoopThread
 from kvferry.runtime.options import RuntimeOptions
@@ -64,8 +68,10 @@ from kvferry.runtime.producers import Finder, Producers, RemoteEngine, refusal_o
 from kvferry.runtime.pulling import Pulled, PullMaker
 from kvferry.runtime.pump import Pump
 from kvferry.runtime.receivers import Receivers
+from kvferry.runtime.retrying import Attempt, Retries
 from kvferry.runtime.sending import label_of
 from kvferry.runtime.sides import Local
+from kvferry.runtime.upstream_pulling import UpstreamPuller
 
 logger = logging.getLogger(__name__)
 
@@ -73,24 +79,12 @@ FENCES: Final = 3
 FENCE_PAUSE: Final = 0.3
 """So often, at this pace, a fence is tried before it has failed."""
 
+CHECK_PAUSE: Final = 5.0
+"""While pages are compared, the machine is told so often that a pull is alive."""
+
 QUIET_ASKS: Final = 20
 QUIET_PAUSE: Final = 0.1
 """So often, at this pace, a writer is asked in one go whether it is quiet."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Positions that this rank wants, and the blocks that they go to."""
-
-    ticket: Ticket
-    """Reported once its blocks may be used again."""
-    request: RequestId
-    transfer: TransferId
-    source: Source
-    span: Span
-    tables: tuple[Table, ...]
-    prompt: str | None = None
-    """Digest of the prompt's tokens up to the end of ``span``."""
 
 
 class Wires(Protocol):
@@ -118,8 +112,13 @@ class _Course:
     """``None``: no blocks are held for it (any more), the producer is only told that it is not needed."""
     began: float
     resolving: bool = True
+    checking: set[int] = field(default_factory=set)
+    """Producer ranks whose pages are being compared."""
+    verified: Verified = field(default_factory=Verified)
     engine: RemoteEngine | None = None
     plan: Plan | None = None
+    targets: dict[int, bool] = field(default_factory=dict)
+    """Producer ranks that are pulled from, each with whether there is anything to fetch."""
     open: set[int] = field(default_factory=set)
     """Producer ranks whose pulls are not over."""
     sent: float | None = None
@@ -142,10 +141,12 @@ class ConsumerCore:
         self._receivers = Receivers(options.make_transport, local.regions)
         self._finder = finder
         self._maker = PullMaker(local, options.host)
+        self._upstream = UpstreamPuller(local, options.upstream_peers)
         self._timing = options.timing
         self._journal = journal
-        self._plans = Plans(local.placements)
+        self._plans = Plans(local.placements, layouts=options.max_layouts)
         self._producers = Producers(finder, options.timing)
+        self._checker = Checker(local, options.verify)
         self._links: Wires | None = None
         self._asks = 0
         self._courses: dict[TransferId, _Course] = {}
@@ -154,6 +155,9 @@ class ConsumerCore:
         """Lives of the newest transfers, for people."""
         self._pump: Pump[ConsumerEvent, ConsumerAction] = Pump(
             machine, self._perform, tick=ConsumerTick(), loop=thread.loop
+        )
+        self._retries = Retries(
+            options.retries, grace=options.timing.retry_quiet, loop=thread.loop, report=self._report
         )
         self.ended: queue.SimpleQueue[FetchEnded] = queue.SimpleQueue()
         self.quiet: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
@@ -177,6 +181,12 @@ class ConsumerCore:
 
     def fetch(self, fetch: Fetch) -> None:
         """Fetch positions into blocks."""
+        first = Attempt(fetch, time.monotonic() + self._timing.pull)
+        self._retries.begin(first)
+        self._attempt(first)
+
+    def _attempt(self, attempt: Attempt) -> None:
+        fetch = attempt.fetch
         pulled = Pulled(fetch.request, fetch.transfer, fetch.span, fetch.tables, fetch.prompt)
         # A transfer id that is used again while the first is alive is refused by the machine; the first goes on.
         self._courses.setdefault(fetch.transfer, _Course(pulled, fetch.ticket, time.perf_counter()))
@@ -188,7 +198,7 @@ class ConsumerCore:
                 source=fetch.source,
                 span=fetch.span,
                 groups=len(fetch.tables),
-                deadline=time.monotonic() + self._timing.pull,
+                deadline=attempt.deadline,
                 blocks=sum(block is not None for table in fetch.tables for block in table.blocks),
             )
         )
@@ -204,15 +214,20 @@ class ConsumerCore:
 
     def cancel(self, ticket: Ticket) -> None:
         """The request of this fetch is gone."""
+        between = self._retries.cancel(ticket)
+        if between is not None:
+            self._report(between)
         self.feed(FetchAborted(ticket))
 
     def closing(self) -> None:
         """Everything ends now."""
+        self._retries.close()
         self.feed(ConsumerClosing())
         self._pump.stop()
 
     async def close(self) -> None:
         """Destroy the receive engines."""
+        await self._checker.close()
         await self._receivers.close()
 
     # -- from the network ------------------------------------------------------------------------------------
@@ -223,9 +238,33 @@ class ConsumerCore:
             reply = decode_reply(data)
         except RemoteProtocolError as error:
             logger.warning("transfer %s: an unreadable reply of rank %d: %s", pull.transfer, pull.rank, error)
-            self.feed(PullFailed(pull, error.reason, quiet=False, detail=error.message))
+            # Whoever speaks another major version has refused the pull, as this side would: it did nothing for it.
+            quiet = error.reason is ProtocolReason.VERSION
+            self.feed(PullFailed(pull, error.reason, quiet=quiet, detail=error.message))
             return
-        self.feed(ReplyArrived(pull, reply))
+        course = self._courses.get(pull.transfer)
+        if course is None or course.pulled.verify is None or course.pulled.request not in (reply.ok_reqs or ()):
+            self.feed(ReplyArrived(pull, reply))
+        elif pull.rank in course.open and pull.rank not in course.checking:
+            course.checking.add(pull.rank)
+            self._thread.spawn(self._check(course, pull, reply))
+
+    async def _check(self, course: _Course, pull: PullKey, reply: Reply) -> None:
+        """All that a rank was to write is here: compare it, then tell the machine."""
+        if course.plan is None or not targets_of(course.plan, self._local.index).get(pull.rank):
+            self.feed(ReplyArrived(pull, reply))  # it had nothing for us
+            return
+        work = self._thread.spawn(self._checker.check(course.plan, pull.rank, course.pulled, reply))
+        while not (await asyncio.wait({work}, timeout=CHECK_PAUSE))[0]:
+            self.feed(ReplyArrived(pull, still_busy(reply)))  # nothing more will be heard of the producer
+        found = work.result()
+        if isinstance(found, Verified):
+            course.verified += found
+            self.feed(ReplyArrived(pull, reply))
+        else:
+            self._journal.mismatched(pull.transfer, pull.rank, found)
+            # The producer has said that its write is complete, so it is quiet, whatever it wrote.
+            self.feed(PullFailed(pull, ProtocolReason.VERIFY_MISMATCH, quiet=True, detail=str(found)))
 
     def on_lost(self, pull: PullKey) -> None:
         """The connection of a pull is gone or silent: its producer is suspected."""
@@ -259,8 +298,10 @@ class ConsumerCore:
     async def _resolve(self, action: Resolve) -> None:
         try:
             engine = await self._producers.find(action.source, still=self._is_connected)
-            plan = await self._plan_with(engine)
-            targets = targets_of(plan, self._local.index)
+            if not self._only_releases(action.transfer):
+                self._checker.demand(engine)
+            plan = await self._plan_with(engine) if engine.grid is None else None
+            targets = self._targets(engine, plan)
             for rank in targets:
                 await self._receive_from(engine, rank)
         except FerryError as error:
@@ -269,11 +310,21 @@ class ConsumerCore:
             return
         if (course := self._courses.get(action.transfer)) is not None:
             course.engine, course.plan = engine, plan
-            course.open = set(targets)
+            course.targets, course.open = targets, set(targets)
             course.resolving = False
         self._retire_before(engine.incarnation)
         chosen = tuple(Target(rank, release=not wanted) for rank, wanted in targets.items())
-        self.feed(SourceResolved(action.transfer, engine.incarnation, upstream=False, targets=chosen))
+        upstream = engine.grid is not None
+        self.feed(SourceResolved(action.transfer, engine.incarnation, upstream=upstream, targets=chosen))
+
+    def _targets(self, engine: RemoteEngine, plan: Plan | None) -> dict[int, bool]:
+        if plan is None:
+            return self._upstream.targets(engine)
+        return targets_of(plan, self._local.index)
+
+    def _only_releases(self, transfer: TransferId) -> bool:
+        course = self._courses.get(transfer)
+        return course is None or course.ticket is None
 
     def _retire_before(self, producer: Incarnation) -> None:
         """A producer has come back: nobody needs the receive engines of its earlier lives once they are idle."""
@@ -299,8 +350,10 @@ class ConsumerCore:
                 f"producer {engine.incarnation} serves model {engine.model!r}, this is {self._local.model!r}",
             )
         if missing := self._plans.missing(engine.fingerprints):
-            for fingerprint, encoded in (await self._finder.placements(engine.ranks[0], missing)).items():
-                self._plans.learn(fingerprint, encoded)
+            told = await self._finder.placements(engine.ranks[0], missing)
+            for fingerprint in missing:
+                if (encoded := told.get(fingerprint)) is not None:
+                    self._plans.learn(fingerprint, encoded)
         return self._plans.between(engine.fingerprints, self._local.side().fingerprints)
 
     def _send_pull(self, action: SendPull) -> None:
@@ -310,9 +363,14 @@ class ConsumerCore:
             said = "its receive engine was destroyed before the pull was sent"
             self.feed(PullFailed(action.key, ProtocolReason.PEER_LOST, quiet=True, detail=said))
             return
+        if course.ticket is not None and course.pulled.verify is None:
+            course.pulled = replace(course.pulled, verify=self._checker.ask())
         pulled = _emptied(course.pulled) if action.release else course.pulled
         rank = action.key.rank
-        message = self._maker.pull(pulled, course.engine, rank, receiver=receiver, inline=action.inline_layouts)
+        if course.plan is None:
+            message = self._upstream.pull(pulled, receiver=receiver)
+        else:
+            message = self._maker.pull(pulled, course.engine, rank, receiver=receiver, inline=action.inline_layouts)
         course.sent = course.sent or time.perf_counter()
         number = message.kvferry.pull if isinstance(message.kvferry, PullExtension) else None
         self._links.pull(action.key, course.engine.ranks[rank].address, encode(message), number=number)
@@ -338,6 +396,7 @@ class ConsumerCore:
                 logger.warning("no fence for %s yet, its blocks stay held: %s", producer, error)
                 self.feed(FenceFailed(producer))
                 return
+            self._journal.fenced(producer)
             self.feed(FenceDone(producer))
             return
 
@@ -389,12 +448,28 @@ class ConsumerCore:
         if course is not None and course.ticket == action.ticket:
             course.ticket = None
             self._drop_idle(action.transfer)
-        self.quiet.put(action.ticket)
+        again = self._retries.quiet(action.ticket)
+        if again is None:
+            self.quiet.put(action.ticket)
+        else:
+            self._journal.retried(action.transfer, again.fetch)
+            self._attempt(again)
 
     def _end(self, ended: FetchEnded) -> None:
         course = self._courses.get(ended.transfer)
         if course is not None and course.ticket == ended.ticket:
             self._journal.fetched(self._fetched(course, ended))
+        following = self._retries.next_after(ended)
+        if following is None:
+            self._report(ended)
+            return
+        asked = f"{following.transfer} at {following.source.engine}"
+        self.story.add(ended.transfer, Entry(self._pump.now(), "to be tried again", "", (asked,)))
+
+    def _report(self, ended: FetchEnded) -> None:
+        """Tell the embedding engine, and the producers that were not needed."""
+        for unused in self._retries.over(ended.ticket):
+            self.release(unused.transfer, ended.request, unused.source)
         self.ended.put(ended)
 
     def _fetched(self, course: _Course, ended: FetchEnded) -> Fetched:
@@ -402,16 +477,18 @@ class ConsumerCore:
         sent = course.sent or now
         engine, plan = course.engine, course.plan
         receiver = self._receivers.now_of(engine.incarnation) if engine else None
-        wanted = targets_of(plan, self._local.index) if plan else {}
+        wanted = [rank for rank, bytes_ in course.targets.items() if bytes_]
+        supposed = self._upstream.sources(engine, wanted) if engine is not None and engine.grid is not None else {}
         return Fetched(
             ended=ended,
             producer=engine.incarnation if engine else None,
-            sources={rank: plan.producers[rank] for rank, bytes_ in wanted.items() if bytes_} if plan else {},
+            sources={rank: plan.producers[rank] for rank in wanted} if plan else supposed,
             span=course.pulled.span,
             tables=course.pulled.tables,
             resolve_ms=(sent - course.began) * 1e3,
             wait_ms=(now - sent) * 1e3,
             transport=label_of(receiver) if receiver else "no transport",
+            verified=course.verified if course.pulled.verify else None,
         )
 
 

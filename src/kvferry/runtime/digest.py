@@ -41,12 +41,14 @@ class PageDigest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class Rows:
     """Rows of one component in one memory, in order of position."""
 
     block: _Int64s
     kernel_block: _Int64s
     row: _Int64s
+    position: _Int64s
+    """Of the first hashed token of each row; of a state, the number of tokens that it is the state of."""
 
 
 def page_digest(
@@ -71,7 +73,7 @@ def page_digest(
             continue
         source = peer if side == "producer" else placed
         sides = ((producer, peer.component), (consumer, placed.component))
-        rows, entries = _rows(side, *sides, request)
+        rows, entries = rows_of_pair(side, *sides, request)
         pages += entries
         _hash_rows(total, source, rows, coordinates, binding)
     return PageDigest(total.hexdigest(), pages)
@@ -84,13 +86,16 @@ def _meet(one: Component, other: Component) -> dict[str, tuple[int, int]] | None
     return shared if all(low < high for low, high in shared.values()) else None
 
 
-def _rows(
+def rows_of_pair(
     side: Side,
     producer: tuple[Placement, Component],
     consumer: tuple[Placement, Component],
     request: TransferRequest,
-) -> tuple[_Rows, int]:
-    """The rows of the component of ``side`` to hash, and in how many table entries they lie."""
+) -> tuple[Rows, int]:
+    """The rows of the component of ``side`` to hash, and in how many table entries they lie.
+
+    ``producer`` and ``consumer`` are a placement and one of its components; both ends find rows of equal positions.
+    """
     theirs, ours = producer[0].groups[producer[1].group], consumer[0].groups[consumer[1].group]
     listed = request.consumer[consumer[1].group]
     is_producer = side == "producer"
@@ -101,7 +106,7 @@ def _rows(
         wanted = _state_block(listed, ours, request.stop)
         found = _state_block(table, group, request.stop)
         block = np.array([found] if wanted is not None and found is not None else [], np.int64)
-        return _Rows(block, np.zeros_like(block), np.zeros_like(block)), block.size
+        return Rows(block, np.zeros_like(block), np.zeros_like(block), np.full_like(block, request.stop)), block.size
     positions = _needed(ours, request)
     positions = positions[_on_rank(positions, theirs.share) & _on_rank(positions, ours.share)]
     positions = positions[_listed(positions, listed, ours)]
@@ -143,7 +148,7 @@ def _listed(positions: _Int64s, table: BlockTable, group: Group) -> _Bools:
     return inside
 
 
-def _locate(component: Component, group: Group, table: BlockTable, positions: _Int64s) -> tuple[_Rows, int]:
+def _locate(component: Component, group: Group, table: BlockTable, positions: _Int64s) -> tuple[Rows, int]:
     """Where ``component`` keeps ``positions``: each row once, in order of its first position."""
     from_first = positions - (table.first_token or 0)
     entry, inside = np.divmod(from_first, group.entry_tokens)
@@ -155,17 +160,17 @@ def _locate(component: Component, group: Group, table: BlockTable, positions: _I
     first = np.ones(row.shape, np.bool_)
     first[1:] = (row[1:] != row[:-1]) | (entry[1:] != entry[:-1])
     entry, row = entry[first], row[first]
-    rows = _Rows(table.blocks[entry], *np.divmod(row, token.count))
+    rows = Rows(table.blocks[entry], *np.divmod(row, token.count), positions[first])
     return rows, int(np.unique(entry).size)
 
 
 def _hash_rows(
-    total: "hashlib.blake2b", placed: Placed, rows: _Rows, coordinates: Mapping[str, tuple[int, int]], binding: Binding
+    total: "hashlib.blake2b", placed: Placed, rows: Rows, coordinates: Mapping[str, tuple[int, int]], binding: Binding
 ) -> None:
     component = placed.component
     header = [*component.key, component.content.type, rows.block.size, sorted(coordinates.items())]
     total.update(repr(header).encode())
-    cells = _box(component, binding.bases[placed.storage] + component.address)
+    cells = cells_of(component, binding.bases[placed.storage] + component.address)
     inner = tuple(slice(c[0] - a.start, c[1] - a.start) for a in component.global_axes for c in [coordinates[a.name]])
     for begin in range(0, rows.block.size, _CHUNK_ROWS):
         chunk = slice(begin, begin + _CHUNK_ROWS)
@@ -173,7 +178,7 @@ def _hash_rows(
         total.update(np.ascontiguousarray(found[(slice(None), *inner)]).data)
 
 
-def _box(component: Component, address: int) -> NDArray[np.uint8]:
+def cells_of(component: Component, address: int) -> NDArray[np.uint8]:
     """The component as an array ``[block, kernel block, row, *global axes by name, content byte]`` over its memory."""
     axes = (_token_axis(component), *component.global_axes)
     shape = (component.num_blocks, component.pages, *(a.count for a in axes), component.content.nbytes)

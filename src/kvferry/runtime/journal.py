@@ -14,11 +14,14 @@ from kvferry.plan import BlockTable, TransferRequest
 from kvferry.protocol import Fate, FetchEnded, LeaseEnded, Outcome, PulledRequest, Span, Table
 from kvferry.runtime.admission import Admitted
 from kvferry.runtime.binding import block_tables
+from kvferry.runtime.checking import Verified
 from kvferry.runtime.digest import PageDigest, page_digest
+from kvferry.runtime.fetches import Fetch
 from kvferry.runtime.report import Line, Report
 from kvferry.runtime.sending import Sent
 from kvferry.runtime.sides import Local
 from kvferry.runtime.tally import Receive, Tally, Write
+from kvferry.runtime.verify import Wrong
 
 logger = logging.getLogger("kvferry.transfer")
 
@@ -48,6 +51,16 @@ class ProducerJournal:
     def published(self, transfer: TransferId, request: RequestId) -> None:
         """Remember what the local engine calls this transfer's request."""
         self._requests[transfer] = request
+
+    def renewed(self, doubtful: int) -> None:
+        """The engine was destroyed and made anew."""
+        self._tally.count("engines_renewed", 1)
+        logger.warning(
+            "the transfer engine of rank %d did not come to an end with %d write(s): it was destroyed, which proves "
+            "that they are over, and made anew; other writes under way have failed with it",
+            self._local.index,
+            doubtful,
+        )
 
     def sent(self, sent: Sent) -> None:
         """One pair has ended; its memory has not gone back yet."""
@@ -91,8 +104,8 @@ class ProducerJournal:
         self._tally.ended("producer", ended.outcome)
         logger.log(
             level_of(ended.outcome),
-            "transfer %s: %s as producer: %d bytes in %d descriptors to %d rank(s) over %s, bind %.1f ms, "
-            "write %.1f ms",
+            "transfer %s: %s as producer: %d bytes in %d descriptors to %d rank(s) over %s, bind %.2f ms, "
+            "write %.2f ms",
             ended.transfer,
             said(ended.outcome),
             totals.nbytes,
@@ -104,8 +117,7 @@ class ProducerJournal:
         )
 
     def _digest(self, sent: Sent) -> PageDigest | None:
-        extension = sent.admitted.extension
-        consumer = sent.admitted.plan.consumers[extension.consumer.index]
+        consumer = sent.admitted.plan.consumers[sent.admitted.consumer]
         return page_digest(self._local.placement, consumer, sent.request, side="producer", binding=self._local.binding)
 
     def _line(self, admitted: Admitted, transfer: TransferId, span: Span) -> Line:
@@ -114,7 +126,7 @@ class ProducerJournal:
             request_id=self._requests.get(transfer, RequestId("")),
             side="producer",
             engine_id=self._local.incarnation.engine_id,
-            peer_engine_id=admitted.extension.consumer.engine_id,
+            peer_engine_id=admitted.peer,
             producer_rank=self._local.index,
             consumer_rank=admitted.consumer,
             start=span.start,
@@ -138,6 +150,8 @@ class Fetched:
     wait_ms: float
     """From the pulls to the end."""
     transport: str
+    verified: Verified | None = None
+    """Pages that were compared with the producer's; ``None`` where that was not asked for."""
 
 
 class ConsumerJournal:
@@ -151,6 +165,9 @@ class ConsumerJournal:
     def fetched(self, fetched: Fetched) -> None:
         """A transfer has ended; the request that it is for has not gone on yet."""
         ended = fetched.ended
+        if fetched.verified is not None:
+            self._tally.count("verified_pages", fetched.verified.pages)
+            self._tally.count("verified_bytes", fetched.verified.nbytes)
         self._tally.ended("consumer", ended.outcome)
         if ended.outcome.fate is Fate.DONE:
             tokens = fetched.span.stop - fetched.span.start
@@ -160,8 +177,8 @@ class ConsumerJournal:
                 self._report.write(self._line(fetched, rank, placement))
         logger.log(
             level_of(ended.outcome),
-            "transfer %s: %s as consumer: positions %d to %d from %s, %d rank(s), over %s, resolve %.1f ms, "
-            "wait %.1f ms",
+            "transfer %s: %s as consumer: positions %d to %d from %s, %d rank(s), over %s, resolve %.2f ms, "
+            "wait %.2f ms%s",
             ended.transfer,
             said(ended.outcome),
             fetched.span.start,
@@ -171,7 +188,24 @@ class ConsumerJournal:
             fetched.transport,
             fetched.resolve_ms,
             fetched.wait_ms,
+            _said_verified(fetched.verified),
         )
+
+    def retried(self, failed: TransferId, fetch: Fetch) -> None:
+        """A fetch failed, its blocks are quiet, and another producer is asked."""
+        self._tally.count("retries", 1)
+        logger.warning("transfer %s failed; its request is tried again as %s from %s at %s",
+                       failed, fetch.transfer, fetch.source.engine, fetch.source.bootstrap)  # fmt: skip
+
+    def fenced(self, producer: Incarnation) -> None:
+        """Nothing that this life of a producer had under way can land any more."""
+        self._tally.count("fences", 1)
+        logger.warning("producer %s is fenced: nothing that it had under way can land any more", producer)
+
+    def mismatched(self, transfer: TransferId, rank: int, wrong: Wrong) -> None:
+        """A page is not what the producer has; the fetch fails."""
+        self._tally.count("verify_mismatches", 1)
+        logger.error("transfer %s: what producer rank %d wrote is wrong: %s", transfer, rank, wrong)
 
     def released(self, transfer: TransferId, request: RequestId, producer: Incarnation, rank: int) -> None:
         """Nothing was wanted of this transfer, and a producer rank was told so."""
@@ -212,6 +246,12 @@ class ConsumerJournal:
             start=span.start,
             stop=span.stop,
         )
+
+
+def _said_verified(verified: Verified | None) -> str:
+    if verified is None:
+        return ""
+    return f", verified {verified.pages} pages ({verified.nbytes} bytes) in {verified.seconds * 1e3:.2f} ms"
 
 
 def level_of(outcome: Outcome) -> int:

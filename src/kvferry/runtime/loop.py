@@ -8,6 +8,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,15 @@ class LoopThread:
         """Run a coroutine on the loop and wait here for its result. Never called on the loop itself."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout)
 
-    def spawn(self, coroutine: Coroutine[Any, Any, object]) -> "asyncio.Task[Any]":
+    def belong(self, enter: Callable[[], None]) -> None:
+        """Call ``enter`` in this thread now, and first in every thread that blocking calls are handed to.
+
+        For what is kept for each thread, like the device that is current. Called on the loop.
+        """
+        enter()
+        self.loop.set_default_executor(ThreadPoolExecutor(thread_name_prefix=self._thread.name, initializer=enter))
+
+    def spawn(self, coroutine: Coroutine[Any, Any, _T]) -> "asyncio.Task[_T]":
         """Start a task that this loop owns; called on the loop. A task that dies is logged, never lost."""
         task = self.loop.create_task(coroutine)
         self._tasks.add(task)

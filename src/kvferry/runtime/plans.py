@@ -6,6 +6,7 @@ placements. Peers come and go, so both stores are bounded and forget what was us
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from hashlib import sha256
 from typing import Final, Generic, TypeVar
 
 from kvferry.errors import ProtocolReason, RemoteProtocolError
@@ -19,12 +20,15 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 
-class _Recent(Generic[_Key, _Value]):
+class Recent(Generic[_Key, _Value]):
     """A bounded map that drops what was used least recently."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._items: OrderedDict[_Key, _Value] = OrderedDict()
+
+    def __contains__(self, key: _Key) -> bool:
+        return key in self._items
 
     def get(self, key: _Key) -> _Value | None:
         if key not in self._items:
@@ -42,15 +46,21 @@ class _Recent(Generic[_Key, _Value]):
 class Plans:
     """What one worker knows of layouts, its own and its peers'."""
 
-    def __init__(self, own: Iterable[Placement] = ()) -> None:
+    def __init__(self, own: Iterable[Placement] = (), *, layouts: int = MAX_PLACEMENTS) -> None:
+        """``layouts``: of peers, that are remembered at once."""
         self._own = {str(placement.fingerprint): placement for placement in own}
-        self._seen: _Recent[str, Placement] = _Recent(MAX_PLACEMENTS)
-        self._plans: _Recent[tuple[tuple[str, ...], tuple[str, ...]], Plan] = _Recent(MAX_PLANS)
+        self._seen: Recent[str, Placement] = Recent(layouts)
+        self._plans: Recent[tuple[tuple[str, ...], tuple[str, ...]], Plan] = Recent(MAX_PLANS)
 
     def learn(self, fingerprint: str, encoded: bytes) -> None:
         """Take a peer's placement in; refused unless it is the one that it is said to be."""
         if self._find(fingerprint) is not None:
             return
+        # Before anything is built from it: a fingerprint is the digest of the very bytes.
+        if sha256(encoded).hexdigest() != fingerprint:
+            raise RemoteProtocolError(
+                ProtocolReason.MALFORMED, f"a placement said to be {fingerprint[:16]} has another digest"
+            )
         placement = decode_placement(encoded)
         if placement.fingerprint != fingerprint:
             raise RemoteProtocolError(
@@ -70,16 +80,23 @@ class Plans:
             raise RemoteProtocolError(ProtocolReason.LAYOUT_MISS, f"placement {fingerprint[:16]} is not known here")
         return found
 
-    def encoded(self, fingerprint: str) -> bytes:
-        """The wire form of a placement that is known here."""
-        return encode_placement(self.placement(fingerprint))
+    def own_encoded(self, fingerprints: Iterable[str]) -> dict[str, bytes]:
+        """The wire forms of those of these that are this worker's own engine's; each is encoded once."""
+        return {one: encode_placement(self._own[one]) for one in dict.fromkeys(fingerprints) if one in self._own}
 
     def between(self, producers: Sequence[str], consumers: Sequence[str]) -> Plan:
         """The plan from all ranks of one engine to all of another; raises ``PlanError`` when there is none."""
-        key = (tuple(producers), tuple(consumers))
+        plan = self._plans.get((tuple(producers), tuple(consumers)))
+        if plan is not None:
+            return plan
+        return self.of([self.placement(one) for one in producers], [self.placement(one) for one in consumers])
+
+    def of(self, producers: Sequence[Placement], consumers: Sequence[Placement]) -> Plan:
+        """The same, for placements that nobody has to look up."""
+        key = (tuple(str(one.fingerprint) for one in producers), tuple(str(one.fingerprint) for one in consumers))
         plan = self._plans.get(key)
         if plan is None:
-            plan = compile_plan([self.placement(one) for one in producers], [self.placement(one) for one in consumers])
+            plan = compile_plan(producers, consumers)
             self._plans.put(key, plan)
         return plan
 

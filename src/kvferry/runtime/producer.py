@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol, assert_never
 
+from msgspec import structs
+
 from kvferry.errors import PlanError, ProtocolReason, RemoteProtocolError
 from kvferry.ids import RequestId, TransferId
 from kvferry.protocol import (
@@ -43,11 +45,13 @@ from kvferry.protocol import (
     PullArrived,
     Puller,
     PullId,
+    PullRefused,
     QuietAnswer,
     QuietAsk,
     ReleaseNotice,
     ReleaseOrdered,
     Reply,
+    ReplyExtension,
     SourceReleased,
     Span,
     StartWrite,
@@ -55,6 +59,7 @@ from kvferry.protocol import (
     Table,
     Ticket,
     Withdrawn,
+    WriteFailed,
     decode_inbound,
     encode,
     make_hello_answer,
@@ -65,14 +70,16 @@ from kvferry.protocol import (
     requests_of,
 )
 from kvferry.runtime.admission import Admitted, LayoutMissError, admit, refusal_of
+from kvferry.runtime.doors import check_door, check_upstream_peer
 from kvferry.runtime.journal import ProducerJournal
 from kvferry.runtime.loop import LoopThread
 from kvferry.runtime.options import RuntimeOptions
-from kvferry.runtime.pairing import pulls_expected
 from kvferry.runtime.plans import Plans
 from kvferry.runtime.pump import Pump
-from kvferry.runtime.sending import Sender
+from kvferry.runtime.sending import Sender, Sent
 from kvferry.runtime.sides import Local
+from kvferry.runtime.upstream_serving import UpstreamCounter
+from kvferry.runtime.verify import features_of
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +96,9 @@ class Outlet(Protocol):
     def send(self, connection: Connection, data: bytes) -> None:
         """Send one frame; to a connection that is gone, nowhere."""
 
+    def address_of(self, connection: Connection) -> str:
+        """The IP address that it comes from, while its message is being dealt with; else empty."""
+
 
 @dataclass(frozen=True, slots=True)
 class Publication:
@@ -104,6 +114,8 @@ class Publication:
     tables: tuple[Table, ...]
     prompt: tuple[PromptMark, ...] = ()
     """What they are computed from, at each length at which a consumer may stop."""
+    prompt_tokens: int | None = None
+    """Length of the whole prompt, where its last token was left to the consumer; ``None``: it is ``tokens``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +139,11 @@ class ProducerCore:
         self._local = local
         self._timing = options.timing
         self._journal = journal
-        self._plans = Plans(local.placements)
+        self._plans = Plans(local.placements, layouts=options.max_layouts)
         self._outlet: Outlet | None = None
-        self._sender = Sender(local, options, thread, feed=self.feed, on_sent=journal.sent)
+        self._guarded = options.secret is not None
+        self._peers = options.upstream_peers
+        self._sender = Sender(local, options, thread, feed=self.feed, on_sent=self._sent, on_renewed=journal.renewed)
         machine = Producer(replace(options.producer_limits, stranger_wait=options.timing.orphan))
         self.story = machine.story
         """Lives of the newest transfers, for people."""
@@ -138,6 +152,11 @@ class ProducerCore:
         )
         self._pull_ids = itertools.count(1)
         self._pulls: dict[PullId, _OpenPull] = {}
+        self._digests: dict[PullId, dict[str, bytes]] = {}
+        """Of what was written for open pulls, by request, until its end is told."""
+        self._upstream = UpstreamCounter(local, self._plans, options.upstream_peers)
+        self._prompts: dict[TransferId, tuple[Ticket, int]] = {}
+        """Lengths of the prompts of published transfers, with the publication that each is of."""
         self._barred: dict[Puller, int] = {}
         """Of consumer ranks that gave their older pulls up: the lowest number that is still served."""
         self.quiet: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
@@ -162,6 +181,8 @@ class ProducerCore:
         """A frame of a consumer rank."""
         try:
             message = decode_inbound(data)
+            check_door(connection, message, guarded=self._guarded)
+            check_upstream_peer(message, self._peers, self._address_of(connection))
         except RemoteProtocolError as error:
             logger.warning("a message of a peer is refused: %s", error)
             self._send(connection, make_refusal(error.reason, error.message, producer=self._local.side()))
@@ -170,12 +191,20 @@ class ProducerCore:
             case Pull(kvferry=Hello()):
                 sender = self._sender
                 side = self._local.side()
-                answer = make_hello_answer(side, transport=sender.transport, transport_address=sender.address)
+                answer = make_hello_answer(
+                    side,
+                    transport=sender.transport,
+                    transport_address=sender.address,
+                    features=features_of(self._local),
+                )
                 self._send(connection, answer)
             case Pull():
                 self._on_pull(connection, message)
             case _:
                 self._on_note(connection, message.kvferry)
+
+    def _address_of(self, connection: Connection) -> str:
+        return self._outlet.address_of(connection) if self._outlet is not None else ""
 
     def on_lost(self, connection: Connection) -> None:
         """A connection is gone, or has been silent for too long."""
@@ -185,7 +214,10 @@ class ProducerCore:
 
     def _on_pull(self, connection: Connection, pull: Pull) -> None:
         try:
-            admitted = admit(pull, self._local, self._plans, transport=self._sender.transport)
+            admitted = self._admit(pull)
+            requests = requests_of(pull)
+            if admitted.idle:
+                requests = tuple(replace(request, release=True) for request in requests)
         except (RemoteProtocolError, PlanError) as error:
             reason, said = refusal_of(error)
             missing = error.missing if isinstance(error, LayoutMissError) else ()
@@ -193,27 +225,38 @@ class ProducerCore:
                 logger.warning("a pull is refused: %s", error)
             side = self._local.side()
             self._send(connection, make_refusal(reason, said, pull=pull, producer=side, missing=missing))
+            self._refused(pull)
             return
-        if admitted.extension.pull < self._barred.get(puller_of(pull), 0):
+        if admitted.pull < self._barred.get(puller_of(pull), 0):
             said = "the consumer has given this pull up before it came"
             answer = make_refusal(ProtocolReason.ABORTED, said, pull=pull, producer=self._local.side())
             self._send(connection, answer)
+            self._refused(pull)
             return
         number = PullId(next(self._pull_ids))
         self._pulls[number] = _OpenPull(connection, pull, admitted)
-        requests = requests_of(pull)
         for request in requests:
             if request.release:
                 self._journal.released(admitted, request)
-        expected = pulls_expected(admitted.plan, self._local.index)
-        self.feed(PullArrived(number, puller_of(pull), requests, expected))
+        self.feed(PullArrived(number, puller_of(pull), requests, admitted.expected))
+
+    def _admit(self, pull: Pull) -> Admitted:
+        transport = self._sender.transport
+        if pull.kvferry is None:
+            return self._upstream.admit(pull, transport=transport)
+        return admit(pull, self._local, self._plans, transport=transport)
+
+    def _refused(self, pull: Pull) -> None:
+        """Tell the machine of a pull that it never saw: whoever sent it may die without another word."""
+        transfers = tuple(dict.fromkeys(TransferId(transfer) for transfer, _ in pull.req_blocks.values()))
+        self.feed(PullRefused(puller_of(pull), transfers))
 
     def _on_note(self, connection: Connection, note: LayoutAsk | AbortNotice | ReleaseNotice | QuietAsk) -> None:
         match note:
             case LayoutAsk():
-                known = [one for one in note.fingerprints if not self._plans.missing([one])]
-                placements = {one: self._plans.encoded(one) for one in known}
-                answer = LayoutAnswer(version=VERSION, ask=note.ask, placements=placements)
+                # Only our own, and each once: what others have told is not passed on.
+                known = self._plans.own_encoded(note.fingerprints)
+                answer = LayoutAnswer(version=VERSION, ask=note.ask, placements=known)
                 self._send(connection, Reply(status=Status.FINISH, kvferry=answer))
             case QuietAsk():
                 quiet = self._give_up_for(puller_of_side(note.consumer), note.below)
@@ -234,7 +277,7 @@ class ProducerCore:
             return tuple(
                 number
                 for number, known in self._pulls.items()
-                if known.admitted.extension.pull < below and puller_of(known.message) == puller
+                if known.admitted.pull < below and puller_of(known.message) == puller
             )
 
         self._barred[puller] = max(below, self._barred.pop(puller, 0))
@@ -251,7 +294,7 @@ class ProducerCore:
             case Answer():
                 self._answer(action)
             case StartWrite():
-                self._sender.start(action, self._pulls[action.write.pull].admitted)
+                self._start(action)
             case CancelWrite():
                 self._sender.cancel(action.write)
             case ProveQuiet():
@@ -259,15 +302,46 @@ class ProducerCore:
             case LeaseEnded():
                 self._journal.lease_ended(action)
             case SourceReleased():
+                self._forget_prompt(action.transfer, action.ticket)
                 self.quiet.put(action.ticket)
             case _:
                 assert_never(action)
 
+    def _start(self, action: StartWrite) -> None:
+        admitted = self._pulls[action.write.pull].admitted
+        if admitted.lists is not None:
+            _, prompt_tokens = self._prompts[action.transfer]
+            try:
+                wanted = admitted.lists(action.wanted, action.tokens, prompt_tokens)
+            except RemoteProtocolError as error:
+                logger.warning("transfer %s: a request of a pull is refused: %s", action.transfer, error)
+                self.feed(WriteFailed(action.write, error.reason, quiet=True, detail=error.message))
+                return
+            action = replace(action, wanted=wanted)
+        self._sender.start(action, admitted)
+
+    def _forget_prompt(self, transfer: TransferId, ticket: Ticket) -> None:
+        """Of the publication that counted; another one under the same id may come and go meanwhile."""
+        if transfer in self._prompts and self._prompts[transfer][0] == ticket:
+            del self._prompts[transfer]
+
     def _answer(self, action: Answer) -> None:
         known = self._pulls[action.pull]
-        self._send(known.connection, make_reply(action, known.message, self._local.side()))
+        reply = make_reply(action, known.message, self._local.side())
+        made = self._digests.get(action.pull, {})
+        digests = {str(one): made.pop(one) for one in action.ok if one in made}
+        if digests and isinstance(reply.kvferry, ReplyExtension):
+            reply = structs.replace(reply, kvferry=structs.replace(reply.kvferry, digests=digests))
+        self._send(known.connection, reply)
         if action.finish:
             del self._pulls[action.pull]
+            self._digests.pop(action.pull, None)
+
+    def _sent(self, sent: Sent) -> None:
+        """A write is over, and its memory has not gone back yet."""
+        if sent.digests is not None and sent.write.pull in self._pulls:
+            self._digests.setdefault(sent.write.pull, {})[sent.write.request] = sent.digests.data
+        self._journal.sent(sent)
 
     def _send(self, connection: Connection, reply: Reply) -> None:
         if self._outlet is not None:
@@ -283,6 +357,8 @@ class ProducerCore:
         """The prompt is computed."""
         deadline = time.monotonic() + self._timing.publish
         self._journal.published(publication.transfer, publication.request)
+        prompt_tokens = publication.prompt_tokens or publication.tokens
+        self._prompts.setdefault(publication.transfer, (publication.ticket, prompt_tokens))
         span = Span(0, publication.tokens)
         self.feed(
             Published(

@@ -31,12 +31,24 @@ class RemoteRank:
 
 
 @dataclass(frozen=True, slots=True)
+class Grid:
+    """How many tensor ranks and pipeline stages an engine has."""
+
+    tp_size: int
+    pp_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class RemoteEngine:
     """One life of a producer, all its ranks in rank order."""
 
     incarnation: Incarnation
     model: str
     ranks: tuple[RemoteRank, ...]
+    features: tuple[str, ...] = ()
+    """What every rank of it can do."""
+    grid: Grid | None = None
+    """Of an engine of vLLM's own connector, which tells nothing else; ``None``: it is kvferry."""
 
     @property
     def fingerprints(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from kvferry.protocol import (
     Side,
     Span,
     Table,
+    VerifyAsk,
     Wanted,
     make_pull,
 )
@@ -35,6 +36,8 @@ class Pulled:
     tables: tuple[Table, ...]
     prompt: str | None = None
     """Digest of the prompt's tokens up to the end of ``span``."""
+    verify: VerifyAsk | None = None
+    """Which digests the producer is to send back."""
 
 
 class PullMaker:
@@ -60,6 +63,7 @@ class PullMaker:
             requests={},
             placements={str(name): data for name, data in placements.items()},
             features=FEATURES,
+            verify=pulled.verify,
         )
         shown = Receiver(
             hostname=self._host, port=0, tp_rank=local.tp_rank, tp_size=local.tp_size, pp_size=local.pp_size

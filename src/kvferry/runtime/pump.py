@@ -8,7 +8,10 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
+
+SLACK: Final = 1e-3
+"""So late may a tick be: timers of the loop are no finer."""
 
 _Event = TypeVar("_Event")
 _EventIn = TypeVar("_EventIn", contravariant=True)
@@ -72,8 +75,10 @@ class Pump(Generic[_Event, _Action]):
             self._timer = None
 
     def _set_timer(self) -> None:
-        self.stop()
         due = self._machine.next_deadline
+        if self._timer is not None and due is not None and self._timer.when() <= due + SLACK:
+            return  # it comes in time; a tick that comes early does nothing and sets the next one
+        self.stop()
         if due is not None:
             self._timer = self._loop.call_later(max(0.0, due - self.now()), self._on_timer)
 

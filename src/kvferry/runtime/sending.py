@@ -4,6 +4,9 @@ A write becomes descriptors (the plan), a submission (the engine), and one event
 engine serves all consumers of this rank. When writes stay in doubt the engine is destroyed, which proves that none of
 their sources is read any more, and a new one takes its place; writes of other peers that it cuts off fail, and are
 quiet at once.
+
+A consumer may ask for digests of what it is sent (:mod:`kvferry.runtime.verify`). They are made in a thread while the
+engine writes, from the same held blocks, and the write is over when both are.
 """
 
 import asyncio
@@ -11,8 +14,9 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
-from kvferry.errors import PlanError, PlanReason, ProtocolReason, TransportError
+from kvferry.errors import PlanError, PlanReason, ProtocolReason, RemoteProtocolError, TransportError
 from kvferry.ids import TransferId
 from kvferry.plan import Descriptors, TransferRequest
 from kvferry.protocol import ProducerEvent, Quieted, StartWrite, WriteDone, WriteFailed, WriteId
@@ -21,10 +25,15 @@ from kvferry.runtime.binding import check_covered, request_for
 from kvferry.runtime.loop import LoopThread
 from kvferry.runtime.options import RuntimeOptions
 from kvferry.runtime.sides import Local
+from kvferry.runtime.targets import allowed_target
+from kvferry.runtime.verify import Digests, Hashers, Job
 from kvferry.runtime.writes import Writes
 from kvferry.transport import Peer, Submission, SubmissionState, Transport
 
 logger = logging.getLogger(__name__)
+
+MAX_PEERS: Final = 4096
+"""Consumers that stay open; the one opened first goes when one more comes."""
 
 
 def label_of(engine: Transport) -> str:
@@ -47,6 +56,8 @@ class Sent:
     bind_ms: float
     write_ms: float
     transport: str
+    digests: Digests | None = None
+    """Of what was sent, where the consumer asked for them."""
 
 
 @dataclass(slots=True)
@@ -60,6 +71,7 @@ class _Order:
     bound: float
     rows: Descriptors
     cancelled: bool = False
+    hashing: "asyncio.Task[Digests] | None" = None
 
 
 class Sender:
@@ -73,19 +85,23 @@ class Sender:
         *,
         feed: Callable[[ProducerEvent], None],
         on_sent: Callable[[Sent], None],
+        on_renewed: Callable[[int], None],
     ) -> None:
         self._local = local
         self._make = options.make_transport
         self._thread = thread
         self._feed = feed
         self._on_sent = on_sent
+        self._on_renewed = on_renewed
         self._limit = options.max_descriptors
+        self._targets = options.write_targets
         self._engine = self._fresh()
         self._label = label_of(self._engine)
         self._writes: Writes[WriteId] = Writes(thread)
         self._starting: dict[WriteId, _Order] = {}
         self._peers: dict[tuple[str, tuple[int, ...]], Peer] = {}
         self._proof: asyncio.Lock = asyncio.Lock()
+        self._hashers = Hashers()
 
     @property
     def transport(self) -> str:
@@ -128,11 +144,12 @@ class Sender:
 
     async def close(self) -> None:
         """Destroy the engine; whatever it had under way is quiet then."""
+        await self._hashers.close()
         await asyncio.to_thread(self._engine.close)
 
     def _bind(self, admitted: Admitted, request: TransferRequest) -> Descriptors:
         admitted.plan.check(request)
-        pair = admitted.plan.pair(self._local.index, admitted.consumer)
+        pair = admitted.plan.pair(admitted.producer, admitted.consumer)
         if pair is None:
             return Descriptors.empty()
         return pair.bind(request, src=self._local.binding, dst=admitted.binding, max_descriptors=self._limit)
@@ -142,15 +159,20 @@ class Sender:
         engine = self._engine
         try:
             if not order.rows.count:
-                self._finished(order, None)
+                await self._written(order)
                 return
             peer = await self._peer(engine, order.admitted)
             if order.cancelled:
                 self._failed(order, ProtocolReason.ABORTED, "cancelled before it was sent", quiet=True)
                 return
+            order.hashing = self._hash(order)
             submission = engine.submit(peer, order.rows)
         except TransportError as error:
             self._failed(order, ProtocolReason.TRANSPORT_FAILED, error.message, quiet=True)
+            return
+        except RemoteProtocolError as error:
+            logger.warning("transfer %s: refused: %s", order.start.transfer, error)
+            self._failed(order, error.reason, error.message, quiet=True)
             return
         finally:
             del self._starting[write]
@@ -162,26 +184,45 @@ class Sender:
         )
 
     async def _peer(self, engine: Transport, admitted: Admitted) -> Peer:
-        key = (admitted.extension.address, admitted.binding.bases)
+        key = (admitted.address, admitted.binding.bases)
         peer = self._peers.get(key)
         if peer is None:
-            peer = await asyncio.to_thread(engine.open_peer, admitted.extension.address, admitted.regions)
+            address = await allowed_target(admitted.address, self._targets, transport=engine.name)
+            peer = await asyncio.to_thread(engine.open_peer, address, admitted.regions)
+            while len(self._peers) >= MAX_PEERS:
+                del self._peers[next(iter(self._peers))]
             self._peers[key] = peer
         return peer
 
     def _on_final(self, order: _Order, submission: Submission, state: SubmissionState) -> None:
         if state is SubmissionState.DONE:
-            self._finished(order, None)
+            self._thread.spawn(self._written(order))
             return
-        self._peers.pop((order.admitted.extension.address, order.admitted.binding.bases), None)
+        self._peers.pop((order.admitted.address, order.admitted.binding.bases), None)
         said = submission.error.message if submission.error else "the engine gave no reason"
         self._failed(order, ProtocolReason.TRANSPORT_FAILED, said, quiet=submission.quiet)
+
+    def _hash(self, order: _Order) -> "asyncio.Task[Digests] | None":
+        """Begin to make the digests that the consumer asked for."""
+        extension = order.admitted.extension
+        ask = extension.verify if extension is not None else None
+        if ask is None:
+            return None
+        job = Job(order.admitted.plan, (order.admitted.producer, order.admitted.consumer), order.request, ask)
+        return self._thread.spawn(self._hashers.digests(job, side="producer", binding=self._local.binding))
+
+    async def _written(self, order: _Order) -> None:
+        """Every byte has arrived; the write is over when its digests are there too."""
+        hashing = order.hashing or self._hash(order)
+        self._finished(order, None, digests=await hashing if hashing else None)
 
     def _failed(self, order: _Order, reason: ProtocolReason, said: str, *, quiet: bool) -> None:
         self._finished(order, f"{reason.value}: {said}", tell=False)
         self._feed(WriteFailed(order.start.write, reason, quiet=quiet, detail=said))
 
-    def _finished(self, order: _Order, failure: str | None, *, tell: bool = True) -> None:
+    def _finished(
+        self, order: _Order, failure: str | None, *, tell: bool = True, digests: Digests | None = None
+    ) -> None:
         now = time.perf_counter()
         self._on_sent(
             Sent(
@@ -195,6 +236,7 @@ class Sender:
                 bind_ms=(order.bound - order.began) * 1e3,
                 write_ms=(now - order.bound) * 1e3,
                 transport=self._label,
+                digests=digests,
             )
         )
         if tell:
@@ -202,7 +244,7 @@ class Sender:
 
     async def _prove(self, writes: tuple[WriteId, ...]) -> None:
         async with self._proof:
-            if not self._writes.quieted():
+            if not self._writes.are_quiet(writes):
                 try:
                     await asyncio.to_thread(self._engine.close)
                     self._engine = await asyncio.to_thread(self._fresh)
@@ -210,7 +252,8 @@ class Sender:
                     logger.warning("the engine cannot be proven stopped, blocks stay held: %s", error)
                     return
                 self._peers.clear()
-                self._writes.quieted()
+                self._writes.settle()
+                self._on_renewed(len(writes))
         self._feed(Quieted(writes))
 
     def _fresh(self) -> Transport:

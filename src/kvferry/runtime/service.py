@@ -13,11 +13,14 @@ up when its constructor returns: the socket is bound and, for a producer, the ra
 import logging
 import queue
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from kvferry.ids import RequestId, TransferId
 from kvferry.protocol import FetchEnded, Source, Ticket
-from kvferry.runtime.consumer import ConsumerCore, Fetch
+from kvferry.runtime.consumer import ConsumerCore
+from kvferry.runtime.fetches import Fetch
+from kvferry.runtime.gate import Gate, Ready
 from kvferry.runtime.journal import ConsumerJournal, ProducerJournal
 from kvferry.runtime.loop import LoopThread
 from kvferry.runtime.network import ConsumerNetwork, ProducerNetwork
@@ -43,19 +46,20 @@ class ProducerRuntime:
         self._report = Report(options.report) if options.report else None
         self._tally = Tally()
         self._thread = LoopThread("kvferry-producer")
+        self._gate = Gate(self._thread)
         self._core, self._network = _started(self._thread, self._start(local, options))
 
     def expect(self, transfer: TransferId) -> None:
         """The prompt of this transfer is being computed; a pull for it may wait."""
         self._thread.post(self._core.expect, transfer)
 
-    def publish(self, publication: Publication) -> None:
-        """The prompt is computed; its blocks are ours until the ticket is quiet."""
-        self._thread.post(self._core.publish, publication)
+    def publish(self, publication: Publication, *, ready: Ready | None = None) -> None:
+        """The prompt is computed, or will be when ``ready`` says so; its blocks are ours until the ticket is quiet."""
+        self._thread.post(self._gate.take, ready, partial(self._core.publish, publication))
 
     def withdraw(self, transfer: TransferId) -> None:
         """The transfer will not be served."""
-        self._thread.post(self._core.withdraw, transfer)
+        self._thread.post(self._gate.take, None, partial(self._core.withdraw, transfer))
 
     def take_quiet(self) -> list[Ticket]:
         """Tickets whose blocks may be used again; each once."""
@@ -63,6 +67,8 @@ class ProducerRuntime:
 
     def take_interval(self) -> Interval:
         """What was counted since this was last called."""
+        for name, count in self._network.take_refused().items():
+            self._tally.count(name, count)
         return self._tally.take()
 
     @property
@@ -72,10 +78,16 @@ class ProducerRuntime:
 
     def close(self) -> None:
         """Stop serving, destroy the engine, end the thread; safe to call twice."""
-        if _closed(self._thread, self._core.closing, self._stop) and self._report is not None:
+        if _closed(self._thread, self._closing, self._stop) and self._report is not None:
             self._report.close()
 
+    def _closing(self) -> None:
+        self._core.closing()
+        self._gate.open()
+
     async def _start(self, local: Local, options: RuntimeOptions) -> tuple[ProducerCore, ProducerNetwork]:
+        if options.enter_thread is not None:
+            self._thread.belong(options.enter_thread)
         core = ProducerCore(local, self._thread, options, journal=ProducerJournal(local, self._report, self._tally))
         self._door = StoryDoor(local, "producer", core.story)
         try:
@@ -99,11 +111,15 @@ class ConsumerRuntime:
         self._report = Report(options.report) if options.report else None
         self._tally = Tally()
         self._thread = LoopThread("kvferry-consumer")
+        self._gate = Gate(self._thread)
         self._core, self._network = _started(self._thread, self._start(local, options))
 
-    def fetch(self, fetch: Fetch) -> None:
-        """Fetch positions into blocks, which are ours until the ticket is quiet."""
-        self._thread.post(self._core.fetch, fetch)
+    def fetch(self, fetch: Fetch, *, ready: Ready | None = None) -> None:
+        """Fetch positions into blocks, which are ours until the ticket is quiet.
+
+        ``ready``: says when the device no longer touches what these blocks held before; nothing is asked for sooner.
+        """
+        self._thread.post(self._gate.take, ready, partial(self._core.fetch, fetch))
 
     def release(self, transfer: TransferId, request: RequestId, source: Source) -> None:
         """Nothing is wanted of this transfer; its producer is told."""
@@ -111,7 +127,7 @@ class ConsumerRuntime:
 
     def cancel(self, ticket: Ticket) -> None:
         """The request of this fetch is gone; it ends as aborted unless it has ended."""
-        self._thread.post(self._core.cancel, ticket)
+        self._thread.post(self._gate.take, None, partial(self._core.cancel, ticket))
 
     def take_ended(self) -> list[FetchEnded]:
         """Fetches that ended; each once. Their blocks may still be in doubt."""
@@ -127,10 +143,16 @@ class ConsumerRuntime:
 
     def close(self) -> None:
         """End all fetches, destroy the receive engines, end the thread; safe to call twice."""
-        if _closed(self._thread, self._core.closing, self._stop) and self._report is not None:
+        if _closed(self._thread, self._closing, self._stop) and self._report is not None:
             self._report.close()
 
+    def _closing(self) -> None:
+        self._core.closing()
+        self._gate.open()
+
     async def _start(self, local: Local, options: RuntimeOptions) -> tuple[ConsumerCore, ConsumerNetwork]:
+        if options.enter_thread is not None:
+            self._thread.belong(options.enter_thread)
         network = ConsumerNetwork(options)
         journal = ConsumerJournal(local, self._report, self._tally)
         core = ConsumerCore(local, self._thread, options, finder=network, journal=journal)

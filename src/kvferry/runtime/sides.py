@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvferry.ids import Incarnation
 from kvferry.layout import Binding, Placement, Region, regions_of
 from kvferry.protocol import Side
+from kvferry.runtime.upstream_caches import OwnCaches
 
 
 def new_epoch() -> str:
@@ -35,6 +36,8 @@ class Local:
 
     tp_size: int
     pp_size: int
+    caches: OwnCaches | None = None
+    """The same memory in the terms of vLLM's own connector; ``None``: unknown, so that no such peer is served."""
 
     @property
     def placement(self) -> Placement:

@@ -1,9 +1,9 @@
 """The debug door of one runtime: a Unix socket that tells the life of a transfer on this side, when asked.
 
 Off unless a directory is named. The directory must be the running user's own and closed to all others (0700), since
-whoever may connect may ask. One line in, a transfer id; one JSON object out. Requests are short, few at a time and
-timed, so a client that hangs costs one of a few slots for a second. Sockets that a killed process left are taken away
-by whoever starts next: a socket that refuses connections has no owner.
+whoever may connect may ask. One line in, a transfer id, or nothing for all that are open; one JSON object out. Requests
+are short, few at a time and timed, so a client that hangs costs one of a few slots for a second. Sockets that a killed
+process left are taken away by whoever starts next: a socket that refuses connections has no owner.
 """
 
 import asyncio
@@ -53,6 +53,8 @@ class Answer(msgspec.Struct, frozen=True):
     transfer: str
     events: tuple[Event, ...]
     """Oldest first; empty when nothing is known of it."""
+    open: tuple[str, ...] = ()
+    """When no transfer was named: those that are not over on this side, of the newest ones."""
 
 
 class StoryDoor:
@@ -109,20 +111,29 @@ class StoryDoor:
             writer.close()
 
     def _answer(self, line: bytes) -> Answer:
-        transfer = TransferId(line.decode("utf-8", "replace").strip())
+        transfer = read_line(line)
         now = asyncio.get_running_loop().time()  # the clock of the pumps
         events = tuple(Event(one.at - now, one.event, one.state, one.actions) for one in self._story.of(transfer))
         here = self._local.incarnation
-        return Answer(here.engine_id, here.epoch, self._role, self._local.index, transfer, events)
+        opened = () if transfer else self._story.open
+        return Answer(here.engine_id, here.epoch, self._role, self._local.index, transfer, events, opened)
 
 
-def ask_stories(directory: str, transfer: TransferId, *, timeout: float = 3.0) -> list[Answer]:
-    """What every runtime with a socket in ``directory`` knows of a transfer; blocks for a moment each."""
+def read_line(line: bytes) -> TransferId:
+    """What a client of the door asks about; any bytes are a name, if of nothing."""
+    return TransferId(line.decode("utf-8", "replace").strip())
+
+
+def ask_stories(directory: str, transfer: TransferId | None, *, timeout: float = 3.0) -> list[Answer]:
+    """What every runtime with a socket in ``directory`` knows of a transfer; blocks for a moment each.
+
+    Without a transfer: which ones are open there.
+    """
     answers: list[Answer] = []
     for path in _sockets(Path(directory)):
         # A process that is stopped, or gone, answers nothing; the others do.
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            answers.append(_ask(path, transfer, timeout))
+            answers.append(_ask(path, transfer or TransferId(""), timeout))
     return sorted(answers, key=lambda one: (one.side != "producer", one.engine, one.rank, one.epoch))
 
 

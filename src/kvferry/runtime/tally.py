@@ -8,7 +8,7 @@ takes once a step keeps them few.
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvferry.protocol import Outcome
 
@@ -45,6 +45,19 @@ class End(NamedTuple):
     """A :class:`kvferry.errors.ProtocolReason`; empty when it was done."""
 
 
+Counted = Literal[
+    "verified_pages",
+    "verified_bytes",
+    "verify_mismatches",
+    "retries",
+    "refused_connections",
+    "refused_orders",
+    "engines_renewed",
+    "fences",
+]
+"""What is only counted, by the name of its metric."""
+
+
 @dataclass(frozen=True, slots=True)
 class Interval:
     """All that happened since the last one was taken."""
@@ -52,9 +65,10 @@ class Interval:
     writes: tuple[Write, ...] = ()
     receives: tuple[Receive, ...] = ()
     ends: Counter[End] = field(default_factory=Counter)
+    counts: Counter[Counted] = field(default_factory=Counter)
 
     def __bool__(self) -> bool:
-        return bool(self.writes or self.receives or self.ends)
+        return bool(self.writes or self.receives or self.ends or self.counts)
 
 
 class Tally:
@@ -65,6 +79,7 @@ class Tally:
         self._writes: list[Write] = []
         self._receives: list[Receive] = []
         self._ends: Counter[End] = Counter()
+        self._counts: Counter[Counted] = Counter()
 
     def wrote(self, write: Write) -> None:
         """Every byte of a write arrived."""
@@ -82,9 +97,14 @@ class Tally:
         with self._lock:
             self._ends[end] += 1
 
+    def count(self, what: Counted, number: int) -> None:
+        """Something that is only counted."""
+        with self._lock:
+            self._counts[what] += number
+
     def take(self) -> Interval:
         """All that was counted since this was last called."""
         with self._lock:
-            taken = Interval(tuple(self._writes), tuple(self._receives), self._ends)
-            self._writes, self._receives, self._ends = [], [], Counter()
+            taken = Interval(tuple(self._writes), tuple(self._receives), self._ends, self._counts)
+            self._writes, self._receives, self._ends, self._counts = [], [], Counter(), Counter()
         return taken

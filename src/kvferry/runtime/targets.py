@@ -48,7 +48,8 @@ def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
-    if not host or len(host) > MAX_NAME or not (port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 65_536):
+    digits = port.isascii() and port.isdecimal() and len(port) <= 5
+    if not host or len(host) > MAX_NAME or not (digits and 0 < int(port) < 65_536):
         raise _refused(f"{address[:120]!r} is not host:port")
     return host, int(port)
 

@@ -1,18 +1,18 @@
-"""Writes under way: submissions polled on the loop until they are final, and after a failure until they are quiet.
+"""Writes under way: submissions watched on the loop until they are final, and after a failure until they are quiet.
 
-Engines report by being asked. One task asks, often while something is fresh and less often the longer nothing
-happens; with no write under way it does not run at all.
+Engines report by being asked. One task asks, when a submission says that it has ended, and every now and then besides,
+since not all say so; with no write under way it does not run at all.
 """
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from kvferry.runtime.loop import LoopThread
 from kvferry.transport import Submission, SubmissionState
 
-FIRST_PAUSE: Final = 50e-6
 LONGEST_PAUSE: Final = 2e-3
 
 _Key = TypeVar("_Key")
@@ -34,6 +34,8 @@ class Writes(Generic[_Key]):
         self._doubtful: dict[_Key, _Watched] = {}
         """Failed, and not proven quiet yet."""
         self._task: asyncio.Task[None] | None = None
+        self._told = asyncio.Event()
+        """Something has ended since it was last asked."""
 
     def watch(
         self,
@@ -45,6 +47,7 @@ class Writes(Generic[_Key]):
     ) -> None:
         """Call ``on_final`` once when it ends, and ``on_quiet`` once when a failed one turns out to be quiet."""
         self._pending[key] = _Watched(submission, on_final, on_quiet)
+        submission.tell(lambda: self._thread.post(self._told.set))
         if self._task is None:
             self._task = self._thread.spawn(self._ask())
 
@@ -53,23 +56,28 @@ class Writes(Generic[_Key]):
         if key in self._pending:
             self._pending[key].submission.cancel()
 
-    def quieted(self) -> bool:
-        """Poll the doubtful ones now; whether none is left."""
+    def are_quiet(self, keys: Iterable[_Key]) -> bool:
+        """Poll the doubtful ones now; whether none of these has anything under way. One that is pending has."""
+        self.settle()
+        return not any(key in self._pending or key in self._doubtful for key in keys)
+
+    def settle(self) -> None:
+        """Poll the doubtful ones now."""
         for key, watched in [*self._doubtful.items()]:
             if watched.submission.quiet:
                 del self._doubtful[key]
                 watched.on_quiet()
-        return not self._doubtful
 
     async def _ask(self) -> None:
-        pause = FIRST_PAUSE
         while self._pending or self._doubtful:
-            moved = self._poll()
-            pause = FIRST_PAUSE if moved else min(pause * 2, LONGEST_PAUSE)
-            await asyncio.sleep(pause)
+            self._told.clear()
+            self._poll()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LONGEST_PAUSE):
+                    await self._told.wait()
         self._task = None
 
-    def _poll(self) -> bool:
+    def _poll(self) -> None:
         final = [
             (key, watched, state)
             for key, watched in self._pending.items()
@@ -80,5 +88,4 @@ class Writes(Generic[_Key]):
             if state is SubmissionState.FAILED and not watched.submission.quiet:
                 self._doubtful[key] = watched
             watched.on_final(watched.submission, state)
-        self.quieted()
-        return bool(final)
+        self.settle()

@@ -219,6 +219,12 @@ def _touching(file: File) -> bool:
     return bool({stop for _, stop in file.regions} & {first for first, _ in file.regions})
 
 
+def _memories_touch(file: File) -> bool:
+    """Two regions follow each other and are not of one memory."""
+    ordered = sorted(zip(file.regions, file.memories, strict=True))
+    return any(one[1] == other[0] and a != b for (one, a), (other, b) in pairwise(ordered))
+
+
 def _regions_of(part: Part, file: File) -> int:
     return sum(first <= part.last_byte() and part.address < stop for first, stop in file.regions)
 
@@ -351,6 +357,7 @@ _TESTS: dict[str, Callable[[Sides], bool]] = {
     "groups differ on the sides": _groups_differ,
     "several regions": lambda s: any(len(file.regions) > 1 for file in s.files),
     "touching regions": lambda s: any(_touching(file) for file in s.files),
+    "touching regions of two memories": lambda s: any(_memories_touch(file) for file in s.files),
     "component in several regions": lambda s: any(_regions_of(p, f) > 1 for f in s.files for p in f.parts),
     "row across a seam": lambda s: any(_row_over_seam(file) for file in s.files),
     "unregistered gap inside": lambda s: any(_gap_inside(file) for file in s.files),

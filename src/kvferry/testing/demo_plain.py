@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -36,6 +36,11 @@ from kvferry.transport import CmaTransport, MooncakeTransport, Transport
 HOST = "127.0.0.1"
 MODEL = "demo"
 TIMEOUT_S = 60.0
+MEANS = {"cma": "cma (the kernel copies between processes)", "mooncake": "Mooncake TCP"}
+LEGEND = (
+    "What was found at decode does not move. Runs are the copies made. Checked: the moved bytes, and those after the "
+    "prompt's end in its last block, which must have stayed as they were."
+)
 PRODUCER, CONSUMER = EngineId("demo-prefill"), EngineId("demo-decode")
 
 
@@ -49,7 +54,10 @@ class Checked:
     """One request after it has moved."""
 
     name: str
-    tokens: int
+    prompt: int
+    """Tokens of the prompt."""
+    found: int
+    """Tokens at its beginning that the decode side holds already; they do not move."""
     transfer: Transfer
     checked: int
     problems: tuple[str, ...]
@@ -89,14 +97,17 @@ def run_plain_demo(
     console = console or Console()
     tally = Tally()
     began = time.monotonic()
+    console.print(f"two processes, joined by kvferry over {MEANS[transport]}", highlight=False, soft_wrap=True)
     for name in names:
         scenario = SCENARIOS[name]()
-        console.print(f"[dim]{time.monotonic() - began:5.1f} s[/dim]  {name}: {scenario.title}", highlight=False)
+        line = f"[dim]{time.monotonic() - began:5.1f} s[/dim]  {name}: {scenario.title}"
+        console.print(line, highlight=False, soft_wrap=True)
         with tempfile.TemporaryDirectory(prefix="kvferry-demo-") as folder:
             rows = _run(scenario, transport, Path(folder) / "report.jsonl")
         for row in rows:
             tally.add(row)
         console.print(_view(rows))
+    console.print(LEGEND, style="dim", highlight=False, soft_wrap=True)
     for problem in tally.problems:
         console.print(problem, style="bold red", markup=False, highlight=False)
     console.print(tally.last_line, markup=False, highlight=False, soft_wrap=True)
@@ -120,7 +131,7 @@ def _run(scenario: Scenario, transport: str, report: Path) -> list[Checked]:
     rows = [_checked(scenario, memory, number, ended, reports[t]) for number, t in enumerate(transfers.values())]
     stray = memory.untouched_outside([job.consumer for job in scenario.jobs])
     if stray:
-        rows[0] = Checked(rows[0].name, 0, rows[0].transfer, 0, (*rows[0].problems, f"{stray} stray bytes written"))
+        rows[0] = replace(rows[0], problems=(*rows[0].problems, f"{stray} stray bytes written"))
     return rows
 
 
@@ -151,13 +162,13 @@ def _checked(
         problems.append(f"{end.outcome.fate}: {end.outcome.reason} {end.outcome.detail}")
     wrong, checked = memory.check(job.consumer)
     problems += [f"{w.wrong} wrong bytes at position {w.position} of {w.component}" for w in wrong[:3]]
-    return Checked(job.name, job.consumer.stop - job.consumer.start, transfer, checked, tuple(problems))
+    return Checked(job.name, job.consumer.stop, job.consumer.start, transfer, checked, tuple(problems))
 
 
 def _view(rows: Sequence[Checked]) -> View:
     view = View(header_style="bold")
     view.add_column("request")
-    for heading in ("tokens", "bytes", "runs", "ms", "checked"):
+    for heading in ("prompt\ntokens", "found at\ndecode", "bytes\nmoved", "runs", "ms", "bytes\nchecked"):
         view.add_column(heading, justify="right")
     view.add_column("digest")
     view.add_column("bytes right")
@@ -165,7 +176,8 @@ def _view(rows: Sequence[Checked]) -> View:
         t = row.transfer
         view.add_row(
             row.name,
-            f"{row.tokens:,}",
+            f"{row.prompt:,}",
+            f"{row.found:,}",
             f"{t.nbytes:,}",
             f"{t.descriptors:,}",
             f"{t.ms:.1f}",

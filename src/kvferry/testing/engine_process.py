@@ -8,6 +8,8 @@ its worker only in a step.
 Standard output belongs to the protocol; whatever vLLM prints goes to standard error.
 """
 
+import math
+import multiprocessing
 import os
 import queue
 import sys
@@ -42,6 +44,9 @@ from kvferry.testing.engine_wire import (
 _IDLE_WAIT_S = 0.002
 """How long the loop sleeps for a command when the scheduler has nothing to do."""
 
+_YIELD_S = 0.001
+"""As vLLM's own core process sleeps after a step in which nothing was computed, so that transfer threads get on."""
+
 
 class EngineLoop:
     """Owns one vLLM engine: feeds it commands, steps it, answers."""
@@ -62,12 +67,14 @@ class EngineLoop:
                 if call is None or isinstance(call.command, Shutdown):
                     self._engine.engine_core.shutdown()
                     if call is not None:
-                        self._reply(call.number, Done())
+                        self._reply(call.number, Done(not _connector_threads()))
                     return
                 self._obey(call)
             for output in self._engine.step():
                 if output.finished:
                     self._finish(output)
+            if not self._core.scheduler.running and self._core.scheduler.has_requests():
+                time.sleep(_YIELD_S)
 
     @property
     def _core(self) -> Any:
@@ -161,8 +168,14 @@ def build_engine(spec: EngineSpec) -> Any:
         from kvferry.testing.kernel_split import install_kernel_split
 
         install_kernel_split(spec.kernel_block)
+    if spec.bad_writes:
+        from kvferry.testing.bad_writer import install_bad_writes
+
+        install_bad_writes(spec.bad_writes)
     if spec.kv_transfer is not None and spec.kv_transfer["kv_connector"] == "MooncakeConnector":
         _let_upstream_run_without_accelerator()
+    if _workers_of(spec) > 1:
+        _fork_workers()
     arguments: dict[str, Any] = {
         "model": spec.model,
         "dtype": spec.dtype,
@@ -181,6 +194,26 @@ def build_engine(spec: EngineSpec) -> Any:
     if spec.kv_transfer is not None:
         arguments["kv_transfer_config"] = spec.kv_transfer
     return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+
+def _connector_threads() -> list[str]:
+    """Threads of kvferry that live in this process."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry")]
+
+
+def _workers_of(spec: EngineSpec) -> int:
+    sizes = (spec.engine_args.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
+    return math.prod(sizes)
+
+
+def _fork_workers() -> None:
+    """Workers of a parallel engine are forked here: vLLM spawns them on a CPU, so each would import it all again.
+
+    That is half a minute for each; and what was set up in this process (a kernel split) would not be there.
+    """
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def _let_upstream_run_without_accelerator() -> None:
@@ -220,7 +253,7 @@ def generation_of(output: Any, seconds: float) -> Generation:
     return Generation(
         request_id=output.request_id,
         tokens=tokens,
-        logprobs=[float(step[token].logprob) for token, step in zip(tokens, steps, strict=True)],
+        logprobs=[_on_the_wire(step[token].logprob) for token, step in zip(tokens, steps, strict=True)],
         finish_reason=str(completion.finish_reason),
         cached_tokens=output.num_cached_tokens or 0,
         kv_transfer_params=output.kv_transfer_params,
@@ -231,7 +264,12 @@ def generation_of(output: Any, seconds: float) -> Generation:
 def prompt_logprobs_of(output: Any, start: int) -> list[float]:
     """Log probabilities of the prompt's own tokens from position ``start`` on."""
     ids = output.prompt_token_ids
-    return [float(output.prompt_logprobs[i][ids[i]].logprob) for i in range(start, len(ids))]
+    return [_on_the_wire(output.prompt_logprobs[i][ids[i]].logprob) for i in range(start, len(ids))]
+
+
+def _on_the_wire(logprob: float) -> float:
+    """JSON has no NaN, and a NaN agrees with nothing: neither does this."""
+    return float(logprob) if math.isfinite(logprob) else -1e30
 
 
 def inspect_engine(core: Any) -> EngineFacts:
@@ -239,7 +277,7 @@ def inspect_engine(core: Any) -> EngineFacts:
     scheduler = core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     running, waiting = scheduler.get_request_counts()
-    runner = core.model_executor.driver_worker.worker.model_runner
+    driver = getattr(core.model_executor, "driver_worker", None)
     return EngineFacts(
         num_blocks=pool.num_gpu_blocks,
         free_blocks=pool.get_num_free_blocks(),
@@ -252,9 +290,9 @@ def inspect_engine(core: Any) -> EngineFacts:
                 block_tokens=group.kv_cache_spec.block_size,
                 layers=list(group.layer_names),
             )
-            for group in runner.kv_cache_config.kv_cache_groups
+            for group in scheduler.kv_cache_config.kv_cache_groups
         ],
-        tensors=dict(_tensors(runner)),
+        tensors=dict(_tensors(driver.worker.model_runner)) if driver is not None else {},
     )
 
 

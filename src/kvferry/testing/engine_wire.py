@@ -35,6 +35,8 @@ class EngineSpec(Wire, frozen=True, kw_only=True):
     """Set on top of what every CPU engine needs."""
     engine_args: dict[str, Any] = {}
     """Further keywords of vLLM's ``EngineArgs``."""
+    bad_writes: int = 0
+    """So many writes of this producer spoil what they move (:mod:`kvferry.testing.bad_writer`)."""
 
 
 class Generate(Wire, frozen=True, tag="generate", kw_only=True):
@@ -70,7 +72,7 @@ class ResetPrefixCache(Wire, frozen=True, tag="reset-prefix-cache"):
 
 
 class Shutdown(Wire, frozen=True, tag="shutdown"):
-    """Shut the engine down and leave."""
+    """Shut the engine down and leave; the reply's ``value`` says that no thread of the connector was left."""
 
 
 Command = Generate | Score | Abort | Inspect | ResetPrefixCache | Shutdown
@@ -134,7 +136,7 @@ class EngineFacts(Wire, frozen=True, tag="facts", kw_only=True):
     """All requests the scheduler knows, also finished ones whose blocks wait for the connector."""
     groups: list[GroupFacts]
     tensors: dict[str, TensorFacts]
-    """By layer; a layer with several tensors has its first one here."""
+    """By layer; a layer with several tensors has its first one here. Empty when the workers are other processes."""
 
 
 class Done(Wire, frozen=True, tag="done"):

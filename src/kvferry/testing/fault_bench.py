@@ -91,6 +91,8 @@ class FaultBench:
             base, role="consumer", engine="d", layers=4 if large else 2, block_tokens=32, blocks=256, host=hosts[1],
             limits=limits or {},
         )  # fmt: skip
+        if prefix:
+            self._producer = _with(self._producer, write_targets=(f"{hosts[1]}/32",))
         self._log = (Path(self.folder) / "log").open("wb")
         self._ferries: list[Ferry] = []
         self._before: dict[str, Event] = {}

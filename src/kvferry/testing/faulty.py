@@ -8,16 +8,22 @@
   that the source holds *then*, unless an engine was destroyed in between: the writer's own, or the one it writes to.
 * ``Hang``: rows may have been written, no end is ever told, and asking it to stop changes nothing.
 * ``Repeat``: all rows are written twice, the second time later; it is done when both are.
+* ``Corrupt``, ``SwapTargets``, ``WrongSource``: it is done, and says so, and what it wrote is not what it was to write:
+  some bytes of one row are flipped, two rows have exchanged their places, one row holds another one's content.
 
 ``close()`` fences as the engine inside does: nothing of a submission that was not handed over is written after it.
 """
 
+import ctypes
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.errors import TransportError, TransportReason
 from kvferry.layout import Region
@@ -61,7 +67,28 @@ class Repeat:
     delay: float
 
 
-Misdeed = Slow | FailAfter | FailAndWriteLater | Hang | Repeat
+@dataclass(frozen=True, slots=True)
+class Corrupt:
+    """Write everything, but the first ``nbytes`` bytes of row ``row`` (counted round) with all their bits flipped."""
+
+    nbytes: int = 1
+    row: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SwapTargets:
+    """The first two rows of equal length go to each other's place."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrongSource:
+    """The second of the first two rows of equal length is written from the first one's source."""
+
+
+Untruth = Corrupt | SwapTargets | WrongSource
+"""Misdeeds that nobody is told of."""
+
+Misdeed = Slow | FailAfter | FailAndWriteLater | Hang | Repeat | Untruth
 
 
 class Misdeeds:
@@ -142,6 +169,9 @@ class FaultySubmission:
         self.poll()
         return not self._owes and all(one.destination_quiet for one in self._inner)
 
+    def tell(self, ended: Callable[[], object]) -> None:
+        """It tells nobody."""
+
     def cancel(self) -> None:
         """Ask it to stop. One that hangs, or has lied, does not listen."""
         self._cancelled = True
@@ -174,6 +204,8 @@ class FaultySubmission:
                 pass
             case Repeat():
                 self._poll_repeat(self._misdeed, states)
+            case Corrupt() | SwapTargets() | WrongSource():
+                raise TypeError(f"{self._misdeed} is no way to go wrong in time")
             case _:
                 assert_never(self._misdeed)
         return self._state
@@ -233,6 +265,20 @@ class FaultySubmission:
             self._state, self._error = SubmissionState.FAILED, TransportError(reason, said)
 
 
+def _mistaken(rows: Descriptors, misdeed: SwapTargets | WrongSource) -> Descriptors:
+    order = np.argsort(rows.nbytes, kind="stable")
+    alike = np.flatnonzero(np.diff(rows.nbytes[order]) == 0)
+    if not alike.size:
+        raise ValueError("no two rows of equal length to confuse")
+    one, other = (int(order[alike[0] + step]) for step in (0, 1))
+    src, dst = rows.src.copy(), rows.dst.copy()
+    if isinstance(misdeed, SwapTargets):
+        dst[[one, other]] = dst[[other, one]]
+    else:
+        src[other] = src[one]
+    return Descriptors.of(src, dst, rows.nbytes)
+
+
 class FaultyTransport:
     """A transport around another one (:class:`kvferry.transport.base.Transport`)."""
 
@@ -240,6 +286,8 @@ class FaultyTransport:
         self._engine = engine
         self._misdeeds = misdeeds
         self._open: list[FaultySubmission] = []
+        self._untrue: list[NDArray[np.uint8]] = []
+        """Sources of corrupted rows, alive as long as the engine may read them."""
 
     @property
     def name(self) -> str:
@@ -282,12 +330,31 @@ class FaultyTransport:
     def submit(self, peer: Peer, descriptors: Descriptors) -> Submission:
         """Honest, unless a misdeed is planned."""
         misdeed = self._misdeeds.take()
-        if misdeed is None:
-            return self._engine.submit(peer, descriptors)
+        match misdeed:
+            case None:
+                return self._engine.submit(peer, descriptors)
+            case SwapTargets() | WrongSource():
+                return self._engine.submit(peer, _mistaken(descriptors, misdeed))
+            case Corrupt():
+                return self._corrupted(peer, descriptors, misdeed)
+            case _:
+                pass
         submission = FaultySubmission(self._engine, peer, descriptors, misdeed, self._misdeeds)
         self._open = [one for one in self._open if not one.quiet]
         self._open.append(submission)
         return submission
+
+    def _corrupted(self, peer: Peer, rows: Descriptors, misdeed: Corrupt) -> Submission:
+        """The row is written from a copy that is not true."""
+        row = misdeed.row % rows.count
+        source, length = int(rows.src[row]), int(rows.nbytes[row])
+        copy = np.frombuffer(ctypes.string_at(source, length), np.uint8).copy()
+        copy[: misdeed.nbytes] ^= 0xFF
+        self._engine.register([Region(copy.ctypes.data, length)])
+        self._untrue.append(copy)
+        sources = rows.src.copy()
+        sources[row] = copy.ctypes.data
+        return self._engine.submit(peer, Descriptors.of(sources, rows.dst, rows.nbytes))
 
     def close(self) -> None:
         """Fence as the engine inside does."""

@@ -12,20 +12,23 @@ import queue
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
 
+from kvferry.control import Networks
 from kvferry.errors import FerryError
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout import Layout, bind_layout
 from kvferry.plan import BlockTable
 from kvferry.protocol import ConsumerLimits, Fate, ProducerLimits, Source, Span, Table, Ticket
 from kvferry.runtime import (
+    Alternative,
     Bootstrap,
     ConsumerRuntime,
     Fetch,
@@ -36,16 +39,31 @@ from kvferry.runtime import (
     Timing,
     new_epoch,
 )
-from kvferry.testing.faulty import FailAfter, FailAndWriteLater, FaultyTransport, Hang, Misdeed, Misdeeds, Repeat, Slow
+from kvferry.runtime.options import PRIVATE_NETWORKS
+from kvferry.testing.faulty import (
+    Corrupt,
+    FailAfter,
+    FailAndWriteLater,
+    FaultyTransport,
+    Hang,
+    Misdeed,
+    Misdeeds,
+    Repeat,
+    Slow,
+    SwapTargets,
+    WrongSource,
+)
 from kvferry.testing.layouts import page, side_by_side, worker
 from kvferry.testing.marked_memory import UNTOUCHED, MarkedMemory, Tables
+from kvferry.testing.versions import speak
 from kvferry.transport import CmaTransport, MooncakeTransport, Transport
 
 SPOILT: Final = 0xEE
 """What a producer's blocks hold once they are quiet."""
 
 MISDEEDS: Final[Mapping[str, type[Misdeed]]] = {
-    kind.__name__: kind for kind in (Slow, FailAfter, FailAndWriteLater, Hang, Repeat)
+    kind.__name__: kind
+    for kind in (Slow, FailAfter, FailAndWriteLater, Hang, Repeat, Corrupt, SwapTargets, WrongSource)
 }
 
 
@@ -72,6 +90,18 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     misdeeds: tuple[tuple[str, dict[str, float]], ...] = ()
     always: tuple[str, dict[str, float]] | None = None
     debug_dir: str | None = None
+    verify: Literal["off", "sample", "full"] = "off"
+    retries: int = 0
+    version: tuple[int, int] | None = None
+    """Of the protocol that it speaks, where it is to be another one."""
+    write_targets: tuple[str, ...] = ()
+    """Networks beside the private ones that a producer may write to."""
+
+
+def write_targets(spec: Spec) -> Networks:
+    """The private networks, and what the spec adds."""
+    more = Networks.parse(spec.write_targets, option="write_targets")
+    return Networks((*PRIVATE_NETWORKS.members, *more.members))
 
 
 def layout_of(spec: Spec) -> Layout:
@@ -179,6 +209,9 @@ class SideProcess:
             bootstrap=bootstrap if producing else None,
             timing=Timing(**{"resolve": 2.0, **spec.timing}),
             debug_dir=spec.debug_dir,
+            verify=spec.verify,
+            retries=spec.retries,
+            write_targets=write_targets(spec),
             producer_limits=ProducerLimits(**_whole(spec.limits)) if producing else ProducerLimits(),
             consumer_limits=ConsumerLimits() if producing else ConsumerLimits(**_whole(spec.limits)),
         )
@@ -205,6 +238,10 @@ class SideProcess:
         """As the marked memory takes them."""
         return Tables(0, held.tokens, (BlockTable.of(held.blocks, first_token=0),), held.salt)
 
+    def counted(self) -> dict[str, int]:
+        """What the runtime has counted beside transfers so far."""
+        return {}
+
     def audit(self, untouched: int) -> dict[str, Any]:
         """What this side can say about losses."""
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -215,6 +252,7 @@ class SideProcess:
             "stray": self.pool.strays(untouched),
             "wrong": self.counts.wrong,
             "fates": self.counts.fates,
+            "counts": self.counted(),
             "threads": int(status["Threads"]),
             "fds": len(os.listdir("/proc/self/fd")),
             "rss": int(status["VmRSS"].split()[0]) * 1024,
@@ -228,6 +266,12 @@ class ProducerSide(SideProcess):
         super().__init__(spec)
         self.pool.give_back(self.pool.take(self.pool.total * spec.block_tokens), SPOILT)
         self.runtime = ProducerRuntime(self.local, self.options())
+        self._counts: Counter[str] = Counter()
+
+    def counted(self) -> dict[str, int]:
+        """Engines renewed, and what else is only counted."""
+        self._counts.update(self.runtime.take_interval().counts)
+        return {str(name): count for name, count in self._counts.items()}
 
     def do(self, command: dict[str, Any]) -> None:
         """One command."""
@@ -263,6 +307,7 @@ class ConsumerSide(SideProcess):
         super().__init__(spec)
         self.runtime = ConsumerRuntime(self.local, self.options())
         self._tickets_of: dict[str, Ticket] = {}
+        self._counts: Counter[str] = Counter()
 
     def do(self, command: dict[str, Any]) -> None:
         """One command."""
@@ -272,7 +317,14 @@ class ConsumerSide(SideProcess):
                 self._tickets_of[transfer] = ticket
                 source = Source(EngineId(engine), url)
                 request = RequestId(f"d{ticket}-{transfer}")
-                self.runtime.fetch(Fetch(ticket, request, TransferId(transfer), source, Span(0, tokens), (table,)))
+                others = tuple(
+                    Alternative(TransferId(name), Source(EngineId(engine), url))
+                    for name, engine, url in command.get("others", ())
+                )
+                span = Span(0, tokens)
+                self.runtime.fetch(
+                    Fetch(ticket, request, TransferId(transfer), source, span, (table,), alternatives=others)
+                )
             case {"do": "cancel", "transfer": transfer}:
                 self.runtime.cancel(self._tickets_of[transfer])
             case {"do": "release", "transfer": transfer, "source": [engine, url]}:
@@ -280,6 +332,11 @@ class ConsumerSide(SideProcess):
                 self.runtime.release(TransferId(transfer), RequestId(f"r-{transfer}"), source)
             case _:
                 raise RuntimeError(f"unknown command {command}")
+
+    def counted(self) -> dict[str, int]:
+        """Pages compared, mismatches, retries."""
+        self._counts.update(self.runtime.take_interval().counts)
+        return {str(name): count for name, count in self._counts.items()}
 
     def look(self) -> None:
         """Take out what the runtime has to tell; see what has begun to land."""
@@ -340,6 +397,8 @@ def use_after_close(side: ProducerSide | ConsumerSide) -> None:
 def main(text: str) -> None:
     """Run one side until its input ends or it is told to close."""
     spec = msgspec.json.decode(text, type=Spec)
+    if spec.version is not None:
+        speak(spec.version)
     side: ProducerSide | ConsumerSide = ProducerSide(spec) if spec.role == "producer" else ConsumerSide(spec)
     untouched = SPOILT if spec.role == "producer" else UNTOUCHED
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()

@@ -51,6 +51,7 @@ from kvferry.protocol import (
     PullExtension,
     PullId,
     PullKey,
+    PullRefused,
     Quieted,
     Receiver,
     Reply,
@@ -75,6 +76,7 @@ from kvferry.protocol import (
     decode_reply,
     encode,
     make_pull,
+    make_refusal,
     make_reply,
     puller_of,
     puller_of_side,
@@ -140,6 +142,7 @@ class ConsumerRank:
     ended: Counter[Ticket] = field(default_factory=Counter)
     released: Counter[Ticket] = field(default_factory=Counter)
     fetched: set[Ticket] = field(default_factory=set)
+    dead: bool = False
     outcomes: dict[Ticket, FetchEnded] = field(default_factory=dict)
 
 
@@ -151,6 +154,8 @@ class Joined:
         self.network: list[Message] = []
         self._numbers = itertools.count(1)
         self._blocks = itertools.count(1)
+        self._lost_later: list[tuple[int, tuple[PullId, ...]]] = []
+        """Losses that a producer finds out by answering; told when it is done with that."""
         self.producers = [ProducerRank(_producer()) for _ in range(producers)]
         self.consumers = [ConsumerRank(Consumer(ConsumerLimits(quarantined_blocks=64))) for _ in range(consumers)]
 
@@ -207,6 +212,20 @@ class Joined:
         else:
             self._arrive_at_consumer(message)
 
+    def refuse(self, index: int) -> None:
+        """The driver of a producer refuses the message at this place, where it is a pull of this life."""
+        message = self.network.pop(index)
+        inbound = decode_inbound(message.frame) if message.to_producer else None
+        if not isinstance(inbound, Pull) or message.life != self.producers[0].life:
+            return
+        transfers = tuple(TransferId(transfer) for transfer, _ in inbound.req_blocks.values())
+        side = Side("P", f"life{message.life}", message.producer)
+        reply = make_refusal(ProtocolReason.PLAN_REFUSED, "refused", pull=inbound, producer=side)
+        answer = Message(message.producer, message.consumer, message.life, to_producer=False, frame=encode(reply))
+        if not self.consumers[message.consumer].dead:
+            self.network.append(answer)
+        self.tell_producer(message.producer, PullRefused(puller_of(inbound), transfers))
+
     def end_write(self, rank: int, write: WriteId) -> None:
         """All bytes of a write have moved; also after it was said to have failed."""
         self.producers[rank].writes.pop(write)
@@ -245,6 +264,13 @@ class Joined:
         pulls = tuple(pull for pull, came_from in rank.came_from.items() if came_from == consumer)
         self.tell_producer(producer, ConsumerLost(pulls))
         self.tell_consumer(consumer, ProducerLost(self.producer_life()))
+
+    def kill_consumer(self, rank: int) -> None:
+        """A consumer dies without a word: nothing comes from it or reaches it; sending to it tells so."""
+        self.consumers[rank].dead = True
+        self.network = [message for message in self.network if message.consumer != rank]
+        self.consumers[rank].asked.clear()
+        self.consumers[rank].fences.clear()
 
     def restart_producers(self) -> None:
         """The producing engine dies and comes back under its name, with another epoch."""
@@ -291,9 +317,14 @@ class Joined:
         producer.machine.check_invariants()
         for action in actions:
             self._do_producer(rank, action)
+        while self._lost_later:
+            by, lost = self._lost_later.pop()
+            self.tell_producer(by, ConsumerLost(lost))
 
     def tell_consumer(self, rank: int, event: ConsumerEvent) -> None:
         consumer = self.consumers[rank]
+        if consumer.dead:
+            return
         actions = consumer.machine.handle(event, self.now)
         consumer.machine.check_invariants()
         for action in actions:
@@ -342,9 +373,13 @@ class Joined:
             assert WriteId(action.pull, request) not in producer.writes, "named before it is quiet"
         reply = make_reply(action, pull, Side("P", f"life{producer.life}", rank))
         consumer = producer.came_from[action.pull]
-        self.network.append(Message(rank, consumer, producer.life, to_producer=False, frame=encode(reply)))
         if action.finish:
             del producer.pulls[action.pull], producer.came_from[action.pull]
+        if self.consumers[consumer].dead:
+            lost = tuple(pull for pull, came_from in producer.came_from.items() if came_from == consumer)
+            self._lost_later.append((rank, lost))
+            return
+        self.network.append(Message(rank, consumer, producer.life, to_producer=False, frame=encode(reply)))
 
     def _do_consumer(self, rank: int, action: ConsumerAction) -> None:
         consumer = self.consumers[rank]
@@ -448,7 +483,7 @@ class Joined:
     def _next_deadline(self) -> float | None:
         machines: Sequence[Producer | Consumer] = [
             *(rank.machine for rank in self.producers),
-            *(rank.machine for rank in self.consumers),
+            *(rank.machine for rank in self.consumers if not rank.dead),
         ]
         return min((due for m in machines if (due := m.next_deadline) is not None), default=None)
 

@@ -74,6 +74,32 @@ def many_to_one(producers: int, requests: int, *, transport: str = "cma") -> Loa
             ferry.close()
 
 
+def one_to_many(consumers: int, requests: int, *, transport: str = "cma") -> Loaded:
+    """One producer, and so many consumers that want so many requests each."""
+    source = Ferry(Spec(role="producer", transport=transport, port=free_port(), blocks=4 * consumers * requests))
+    sinks = [
+        Ferry(Spec(role="consumer", transport=transport, engine=f"d{index}", block_tokens=16, blocks=4 * requests))
+        for index in range(consumers)
+    ]
+    try:
+        began = time.monotonic()
+        for turn in range(requests):
+            for index, sink in enumerate(sinks):
+                name, salt = f"many-{turn}-{index}", 1000 * index + turn
+                sink.tell("fetch", transfer=name, tokens=64, salt=salt, source=[source.engine, source.url])
+                source.tell("publish", transfer=name, tokens=64, salt=salt)
+        parts = [
+            _count([source], sink, [f"many-{turn}-{index}" for turn in range(requests)], began)
+            for index, sink in enumerate(sinks)
+        ]
+        fates = sum((Counter(part.fates) for part in parts), Counter())
+        wrong, lost = (max(getattr(part, name) for part in parts) for name in ("wrong", "lost"))
+        return Loaded(dict(fates), parts[-1].seconds, wrong, lost)
+    finally:
+        for ferry in (source, *sinks):
+            ferry.close()
+
+
 def _count(producers: list[Ferry], consumer: Ferry, names: list[str], began: float) -> Loaded:
     fates: Counter[str] = Counter()
     for _ in names:

@@ -149,6 +149,8 @@ class BootstrapPeer(HttpPeer):
         self.engine_ids = [engine_id] if ranks == 1 else [f"{engine_id}-dp{rank}" for rank in range(ranks)]
         self.queries = 0
         self.released: list[Body] = []
+        self.orders: list[tuple[dict[str, str], bytes]] = []
+        """Headers and bodies of releases, as they came."""
         self._kvferry = kvferry
         routes = [Route("/query", self._query)]
         if kvferry:
@@ -167,6 +169,7 @@ class BootstrapPeer(HttpPeer):
 
     async def _release(self, request: Request) -> Response:
         body = await request.json()
+        self.orders.append((dict(request.headers), await request.body()))
         self.released.append(body)
         return JSONResponse({"accepted": len(body["transfer_ids"])}, 202)
 

@@ -144,6 +144,8 @@ class File:
     """``[first, past the last)``."""
     groups: tuple[Group, ...]
     parts: tuple[Part, ...]
+    memories: tuple[str, ...] = ()
+    """Of each region."""
 
     def part(self, key: tuple[str, str]) -> Part | None:
         return next((part for part in self.parts if part.key == key), None)
@@ -270,7 +272,8 @@ def read_file(value: object) -> File:
             raise MalformedError(f"{part.key}: {part.kernel_blocks} kernel blocks at one place")
     if not regions:
         raise MalformedError("a placement: no regions")
-    return File(regions, groups, parts)
+    memories = tuple(str(region.get("memory", "cpu")) for region in items(got["regions"]) if isinstance(region, dict))
+    return File(regions, groups, parts, memories)
 
 
 # ---------------------------------------------------------------------------------------------------------- judging
@@ -345,6 +348,9 @@ def read_memory(file: File) -> Memory:
             # Bytes may still all lie in regions, with an unregistered gap where the component has padding. The
             # contract says "every component lies in the registered regions": read by bytes here, by range by some.
             unsure.add("outside-region")
+        if len(_memories(part, file)) > 1:
+            # Half in host memory and half on an accelerator: right in principle, and nothing that an engine has.
+            unsure.add("unsupported")
         for block in range(part.num_blocks):
             for _, _, address in part.rows(block):
                 if not _covered(address, address + part.nbytes, file.regions):
@@ -359,6 +365,12 @@ def read_memory(file: File) -> Memory:
                             pairs.add((min(mine, theirs), max(mine, theirs)))
                     held.append((index, block))
     return Memory(frozenset(faults), frozenset(unsure), frozenset(pairs))
+
+
+def _memories(part: Part, file: File) -> set[str]:
+    """The kinds of memory that the range of ``part`` meets."""
+    regions = zip(file.regions, file.memories, strict=True)
+    return {memory for (first, stop), memory in regions if first <= part.last_byte() and part.address < stop}
 
 
 def _covered(first: int, stop: int, regions: tuple[tuple[int, int], ...]) -> bool:

@@ -137,6 +137,8 @@ class ServePair:
     """``kv_connector_extra_config`` of both."""
     failure_policy: str = "fail"
     """``kv_load_failure_policy`` of the decode engine; vLLM's default is ``fail``."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of both commands, on top of :data:`SERVE_ENVIRONMENT`."""
 
     def command(self, role: str, port: int) -> list[str]:
         """The ``vllm serve`` of one side."""
@@ -168,7 +170,7 @@ class ServedPair:
 def serve_pair(pair: ServePair, *, timeout: float = START_TIMEOUT_S) -> Iterator[ServedPair]:
     """Start both, wait until both are healthy, and stop both at the end, whatever happened between."""
     bootstrap = free_port()
-    environment = {**SERVE_ENVIRONMENT, "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap)}
+    environment = {**SERVE_ENVIRONMENT, **pair.environment, "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap)}
     with ExitStack() as stack:
 
         def start(name: str, role: str) -> Server:
@@ -195,6 +197,25 @@ def serve_router(pair: ServedPair, *, log: Path, arguments: Sequence[str] = ()) 
         *("--prefill", f"{pair.prefill.url},{pair.bootstrap_port}", "--decode", pair.decode.url),
         *arguments,
     ]
+    with _router(command, port, log) as url:
+        yield url
+
+
+@contextmanager
+def serve_vllm_router(pair: ServedPair, command: Path, *, log: Path) -> Iterator[str]:
+    """PyPI's ``vllm-router`` (its ``command``, from an environment of its own) in front of a pair; yields its URL."""
+    port = free_port()
+    arguments = [
+        *(str(command), "--vllm-pd-disaggregation", "--kv-connector", "mooncake", "--policy", "round_robin"),
+        *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())),
+        *("--prefill", pair.prefill.url, str(pair.bootstrap_port), "--decode", pair.decode.url),
+    ]
+    with _router(arguments, port, log) as url:
+        yield url
+
+
+@contextmanager
+def _router(command: Sequence[str], port: int, log: Path) -> Iterator[str]:
     router = Server("router", command, url=f"http://127.0.0.1:{port}", log=log, environment={})
     try:
         router.wait_healthy(60)

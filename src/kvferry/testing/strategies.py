@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvferry.testing.case_faults import put_fault
 from kvferry.testing.case_features import features_of
-from kvferry.testing.case_memory import Shape, draw_regions, draw_storages, place
+from kvferry.testing.case_memory import Shape, draw_regions, draw_storages, mix_memories, place
 from kvferry.testing.case_model import (
     Json,
     Layer,
@@ -58,6 +58,9 @@ def random_case(rng: random.Random) -> Case:
         case = _right_case(rng)
     if chance(rng, FAULTY_PERCENT):
         case.fault = put_fault((case.producers, case.consumers, case.request), rng)
+    if case.fault is None:
+        for file in (*case.producers, *case.consumers):
+            mix_memories(file)
     return case
 
 

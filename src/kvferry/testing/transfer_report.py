@@ -45,12 +45,16 @@ class Transfer:
 
     @property
     def complete(self) -> bool:
-        """Whether both sides have reported."""
-        return bool(self.producer) and bool(self.consumer)
+        """Whether both sides have reported, and alike for every pair of ranks."""
+        pairs = [_by_ranks(line for line in side if not _is_idle(line)) for side in (self.producer, self.consumer)]
+        return bool(self.producer) and bool(self.consumer) and pairs[0].keys() == pairs[1].keys()
 
     def problems(self) -> tuple[str, ...]:
         """Why the transfer is not proven; empty when it is."""
-        sides = {side: _by_ranks(lines) for side, lines in (("producer", self.producer), ("consumer", self.consumer))}
+        sides = {
+            side: _by_ranks(line for line in lines if not _is_idle(line))
+            for side, lines in (("producer", self.producer), ("consumer", self.consumer))
+        }
         found = [
             f"{side} {line.producer_rank}->{line.consumer_rank}: {line.status} ({line.reason})"
             for side, lines in sides.items()
@@ -59,7 +63,7 @@ class Transfer:
         ]
         for ranks in sorted(sides["producer"].keys() | sides["consumer"].keys()):
             found += _differences(ranks, sides["producer"].get(ranks), sides["consumer"].get(ranks))
-        return tuple(found) if self.producer or self.consumer else ("nothing was reported",)
+        return tuple(found) if sides["producer"] or sides["consumer"] else ("nothing was reported",)
 
     @property
     def proven(self) -> bool:
@@ -99,6 +103,11 @@ def wait_for_reports(paths: Iterable[Path], transfer_ids: Iterable[str], timeout
 
 def _by_ranks(lines: Iterable[Line]) -> Mapping[tuple[int, int], Line]:
     return {(line.producer_rank, line.consumer_rank): line for line in lines}
+
+
+def _is_idle(line: Line) -> bool:
+    """A producer's rank that was asked and had nothing to send: another rank holds the same (a replica)."""
+    return line.side == "producer" and line.status == "done" and line.start == line.stop and line.bytes == 0
 
 
 def _differences(ranks: tuple[int, int], producer: Line | None, consumer: Line | None) -> list[str]:

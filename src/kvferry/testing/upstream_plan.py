@@ -8,13 +8,14 @@ length is what is live), which the connector merges, and lifts to the whole row,
 
 import asyncio
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from kvferry.layout import BoundLayout, Component
 from kvferry.plan import BlockTable, TransferRequest
+from kvferry.protocol import Pull
 
 MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
 
@@ -66,6 +67,53 @@ def upstream_planner(
         return src, dst, nbytes
 
     return plan
+
+
+def upstream_answer(producer: UpstreamRank, pull: Pull, sent: Sequence[Sequence[int]], model: UpstreamModel) -> Copies:
+    """What the connector copies for a pull of one request, as it came over the wire; raises what it answers else."""
+    module = importlib.import_module(MODULE)
+    replicated = model.mla or producer.tp_size > model.kv_heads
+    remote = module._expand_transfer_regions(
+        list(pull.kv_caches_base_addr),
+        list(pull.block_lens),
+        list(pull.kv_block_lens),
+        list(pull.registered_layer_names),
+        list(pull.registered_layer_indices),
+        list(pull.registered_group_indices),
+        [tuple(groups) for groups in pull.registered_shared_group_ids],
+        list(pull.registered_row_offsets),
+    )
+    local, remote, error = module._align_transfer_regions(_regions(module, producer.bound, packed=False), remote)
+    error = error or module._validate_asymmetric_region_lengths(
+        local_regions=local,
+        remote_regions=remote,
+        local_tp_size=producer.tp_size,
+        remote_tp_size=pull.remote_tp_size,
+        producer_cache_replicated=replicated,
+        total_num_kv_heads=None if model.mla else model.kv_heads,
+    )
+    if error is not None:
+        raise ValueError(error)
+    if producer.tp_size == pull.remote_tp_size or replicated:
+        local, remote = module._coalesce_contiguous_transfer_regions(local, remote, promote_full_row=True)
+    ((name, (transfer, lists)),) = pull.req_blocks.items()
+    send = module.SendBlockMeta("p", transfer, [list(ids) for ids in sent], asyncio.Event())
+    asked = module.MooncakeXferMetadata(
+        "host",
+        1,
+        pull.remote_tp_size,
+        pull.remote_tp_rank,
+        {name: (transfer, [list(ids) for ids in lists])},
+        [],
+        [],
+        [],
+    )
+    build = module.MooncakeConnectorWorker._build_transfer_params
+    carrier = _carrier(module, producer, model, replicated=replicated)
+    src, dst, nbytes, failed, fault = asyncio.run(build(carrier, [(name, send)], asked, local, remote))
+    if failed:
+        raise ValueError(fault)
+    return src, dst, nbytes
 
 
 def _ids(table: BlockTable) -> list[int]:

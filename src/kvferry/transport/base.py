@@ -79,6 +79,12 @@ class Submission(Protocol):
     def poll(self) -> SubmissionState:
         """The state now. Never blocks."""
 
+    def tell(self, ended: Callable[[], object]) -> None:
+        """Call ``ended`` when it becomes final, from whatever thread finds that, or at once when it is.
+
+        A hint that spares the submitter some waiting: an engine may leave it out, so whoever asks polls too.
+        """
+
     def cancel(self) -> None:
         """Hand no further rows to the engine and fail, unless already final. What was handed over goes on."""
 

@@ -9,6 +9,9 @@ submissions become quiet as soon as the worker has left the kernel. Before each 
 identity is checked, so done means that the peer lived to see every byte. A pid can be reused in the instant between
 check and call only if the whole pid space wraps around in it.
 
+A peer names the process and the addresses that are to be written, so neither is believed: the process must belong to
+our user, and its own record (:mod:`kvferry.transport.receiver`) must list the regions.
+
 The kernel allows the copy to a process of the same user that may trace the peer. Where Yama restricts that
 (``ptrace_scope`` 1) the receiver admits one writer, by pid, with ``PR_SET_PTRACER``; never everybody.
 """
@@ -28,9 +31,10 @@ from kvferry.errors import TransportError, TransportReason
 from kvferry.layout import Region
 from kvferry.plan.descriptors import Descriptors, Int64Array
 from kvferry.transport.base import Peer
-from kvferry.transport.proc import ProcessIdentity
+from kvferry.transport.proc import CmaAddress, ProcessIdentity
 from kvferry.transport.progress import Progress
 from kvferry.transport.ranges import RegionTable, check_descriptors, describe
+from kvferry.transport.receiver import ReceiverRecord, check_receiver
 
 IOV_MAX = 1024
 """Rows that the kernel takes in one call."""
@@ -52,6 +56,7 @@ class CmaTransport:
             raise TransportError(TransportReason.UNAVAILABLE, f"cma needs Linux, this is {sys.platform}")
         self._self = ProcessIdentity.of_self()
         self._table = RegionTable(())
+        self._record = ReceiverRecord()
         self._lock = threading.Lock()
         self._closed = False
         self._close_timeout_s = close_timeout_s
@@ -60,9 +65,9 @@ class CmaTransport:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvferry-cma")
 
     def address(self) -> str:
-        """This process, in a form that a later process of the same number does not match."""
+        """This process, in a form that a later process of the same number does not match, and its record."""
         self._check_open()
-        return str(self._self)
+        return str(CmaAddress(self._self, self._record.address))
 
     def protocol_in_use(self) -> str:
         """The system call."""
@@ -80,17 +85,19 @@ class CmaTransport:
                 )
         with self._lock:
             self._table = self._table.with_regions(regions)
+            self._record.show(self._table)
 
     def unregister(self, regions: Sequence[Region]) -> None:
         """Forget the regions."""
         self._check_open()
         with self._lock:
             self._table = self._table.without(regions)
+            self._record.show(self._table)
 
     def admit(self, address: str) -> None:
         """Let one writer trace this process where Yama forbids it; the last one admitted counts."""
         self._check_open()
-        writer = ProcessIdentity.parse(address)
+        writer = CmaAddress.parse(address).process
         writer.check_alive()
         if not os.path.exists(_YAMA):
             return
@@ -104,25 +111,23 @@ class CmaTransport:
     def peer_is_gone(self, address: str) -> bool:
         """Whether that process has ended, which is the proof that it writes no more."""
         self._check_open()
-        return ProcessIdentity.parse(address).is_gone()
+        return CmaAddress.parse(address).process.is_gone()
 
     def open_peer(self, address: str, regions: Sequence[Region]) -> Peer:
-        """Check that the peer lives and may be written to, by reading one byte of it."""
+        """Check that the peer lives, belongs to our user and has itself registered ``regions``: by its own record."""
         self._check_open()
-        identity = ProcessIdentity.parse(address)
-        identity.check_alive()
+        named = CmaAddress.parse(address)
+        named.process.check_alive()
         table = RegionTable.of(regions)
         if table.regions:
-            byte = np.zeros(1, np.uint8)
-            here = np.array([[byte.ctypes.data, 1]], np.int64)
-            there = np.array([[table.regions[0].address, 1]], np.int64)
-            _vm_call("process_vm_readv", identity, here, there)
+            named.process.check_same_user()
+            check_receiver(lambda at, words: _read_words(named.process, at, words), named.record, table.regions)
         return Peer(address, table)
 
     def submit(self, peer: Peer, descriptors: Descriptors) -> Progress:
         """Check, then leave the copying to the worker."""
         self._check_open()
-        identity = ProcessIdentity.parse(peer.address)
+        identity = CmaAddress.parse(peer.address).process
         check_descriptors(descriptors, self._table, peer.regions)
         progress = Progress(descriptors.count, descriptors.total_bytes)
         if not descriptors.count:
@@ -140,6 +145,8 @@ class CmaTransport:
         """
         with self._lock:
             self._closed = True
+            if self._self.pid == os.getpid():
+                self._record.show(RegionTable(()))
             error = TransportError(TransportReason.CLOSED, "the cma transport was closed")
             if self._self.pid != os.getpid():
                 return
@@ -169,6 +176,18 @@ class CmaTransport:
                 TransportReason.CLOSED,
                 f"the cma transport belongs to process {self._self.pid} and cannot be used in its fork {os.getpid()}",
             )
+
+
+def _read_words(peer: ProcessIdentity, address: int, count: int) -> Int64Array:
+    """So many words of the peer's memory; raises when they are not all there."""
+    words = np.zeros(count, np.int64)
+    here, there = (np.array([[at, words.nbytes]], np.uint64) for at in (words.ctypes.data, address % (1 << 64)))
+    moved = _vm_call("process_vm_readv", peer, here.view(np.int64), there.view(np.int64))
+    if moved != words.nbytes:
+        raise TransportError(
+            TransportReason.NOT_REGISTERED, f"process {peer.pid} has no {words.nbytes} bytes at {address:#x}"
+        )
+    return words
 
 
 def _write(peer: ProcessIdentity, descriptors: Descriptors, progress: Progress) -> None:

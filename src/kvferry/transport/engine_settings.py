@@ -8,10 +8,11 @@ and judge afterwards, from the devices that the engine itself found, whether it 
 
 import ipaddress
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kvferry.errors import TransportError, TransportReason
+from kvferry.errors import ConfigError, ConfigReason, TransportError, TransportReason
 
 MAX_OUTSTANDING = 1000
 """Rows in flight to one peer: the engine's queue holds 1,024 and an overflow can break the pair for good."""
@@ -33,6 +34,24 @@ _BUILDS: Mapping[str, str | None] = {
 }
 """Protocols that kvferry can tell apart, and the flag of the engine's module that says it was built with it."""
 
+_DECIDED: Mapping[str, str] = {
+    "MC_FORCE_TCP": "mooncake_protocol says it",
+    "MC_FORCE_HCA": "mooncake_protocol says it",
+    "MC_FORCE_MNNVL": "mooncake_protocol says it",
+    "MC_INTRANODE_NVLINK": "mooncake_protocol says it",
+    "MC_INTRA_NVLINK": "mooncake_protocol says it",
+    "MC_TE_FILTERS": "device_name says it",
+    "MC_USE_IPV6": "the family of host says it",
+    "MC_TCP_PROTO": "it makes the engine report success before the bytes have arrived",
+    "MC_USE_TENT": "kvferry's fences were measured on the implementation that the engine takes by itself",
+    "MC_USE_TEV1": "kvferry's fences were measured on the implementation that the engine takes by itself",
+}
+"""Variables that are not the operator's to pass through ``mooncake_env``, and why."""
+
+_NAME = re.compile(r"MC_[A-Z0-9_]+|WITH_NVIDIA_PEERMEM")
+FIRST_PORT, LAST_PORT = 15_000, 17_000
+"""Between these an engine takes two free ports, unless ``MC_MIN_RPC_PORT`` and ``MC_MAX_RPC_PORT`` say otherwise."""
+
 DEVICE_PROTOCOLS = frozenset({"rdma", "efa"})
 """Protocols in whose place the engine silently uses TCP when it finds no network device."""
 
@@ -48,6 +67,59 @@ class Build:
     def nvlink(self) -> bool:
         """Built for NVLink, which then is preferred over TCP."""
         return bool(self.flags & {"SUPPORT_MNNVL", "SUPPORT_INTRA_NVLINK"})
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The flags, as people say them.
+
+        >>> Build(frozenset({"SUPPORT_CUDA", "SUPPORT_MNNVL"})).words
+        ('CUDA', 'MNNVL')
+        """
+        return tuple(sorted(flag.removeprefix("SUPPORT_") for flag in self.flags))
+
+    def check_memory(self, memories: Iterable[str]) -> None:
+        """Refuse a device's memory that this engine does not know as such: it would end the process on touching it."""
+        devices = sorted({one for one in memories if one.startswith("cuda")})
+        if devices and "SUPPORT_CUDA" not in self.flags:
+            raise TransportError(
+                TransportReason.UNAVAILABLE,
+                f"the installed Mooncake engine is built without CUDA and cannot take {devices[0]} memory: "
+                "pip uninstall mooncake-transfer-engine-non-cuda, then pip install mooncake-transfer-engine",
+            )
+
+
+def parse_variables(pairs: Iterable[str]) -> dict[str, str]:
+    """``NAME=value`` texts as a mapping; raises :class:`ConfigError` for what the engine does not read or may not have.
+
+    >>> parse_variables(["MC_GID_INDEX=3"])
+    {'MC_GID_INDEX': '3'}
+    """
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not _NAME.fullmatch(name) or "\0" in value:
+            raise _refused(pair, "NAME=value, with a name that the engine reads: MC_... or WITH_NVIDIA_PEERMEM")
+        if name in _DECIDED:
+            raise _refused(pair, f"without {name}: {_DECIDED[name]}")
+        if name in found:
+            raise _refused(pair, f"given once: {name} was {found[name]!r} already")
+        found[name] = value
+    return found
+
+
+def engine_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """What an engine of this process is told by its environment."""
+    return {name: environ[name] for name in sorted(environ) if _NAME.fullmatch(name)}
+
+
+def engine_ports(environ: Mapping[str, str]) -> tuple[int, int]:
+    """First and last port that an engine of this process may listen on."""
+
+    def port(name: str, otherwise: int) -> int:
+        text = environ.get(name, "")
+        return int(text) if text.isascii() and text.isdigit() else otherwise
+
+    return port("MC_MIN_RPC_PORT", FIRST_PORT), port("MC_MAX_RPC_PORT", LAST_PORT)
 
 
 def missing_settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -75,8 +147,11 @@ def settings_for(protocol: str, build: Build, environ: Mapping[str, str]) -> dic
         raise _wrong(f"protocol {protocol!r} was asked for, but MC_FORCE_TCP is set and forces TCP")
     if protocol == "rdma" and "SUPPORT_EFA" in build.flags:
         raise _wrong("an engine built for EFA installs TCP when asked for 'rdma'; ask for 'efa'")
-    if protocol == "rdma" and "MC_INTRANODE_NVLINK" in environ and build.nvlink:
-        raise _wrong("protocol 'rdma' was asked for, but MC_INTRANODE_NVLINK is set and forces NVLink")
+    for forcing in ("MC_INTRANODE_NVLINK", "MC_FORCE_MNNVL"):
+        if protocol == "rdma" and forcing in environ and build.nvlink:
+            raise _wrong(f"protocol 'rdma' was asked for, but {forcing} is set and forces NVLink")
+    if protocol == "nvlink" and "MC_INTRANODE_NVLINK" in environ:
+        raise _wrong("protocol 'nvlink' was asked for, but MC_INTRANODE_NVLINK is set and forces 'nvlink_intra'")
     match protocol:
         case "tcp":
             return {"MC_FORCE_TCP": "1"}
@@ -147,6 +222,10 @@ def check_devices(protocol: str, devices: tuple[str, ...], device_filter: str) -
             f"protocol {protocol!r} was asked for, but the engine finds no such device{chosen} on this host and would "
             f"silently use TCP; ask for 'tcp', or make the device visible (/sys/class/infiniband, /dev/infiniband)"
         )
+
+
+def _refused(pair: str, want: str) -> ConfigError:
+    return ConfigError(ConfigReason.INVALID_VALUE, f"option mooncake_env has {pair[:120]!r}, must be {want}")
 
 
 def _wrong(message: str) -> TransportError:

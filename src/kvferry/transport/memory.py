@@ -121,6 +121,10 @@ class MemorySubmission:
         """The same: there is nothing between two places of one process."""
         return self._progress.destination_quiet
 
+    def tell(self, ended: Callable[[], object]) -> None:
+        """Call it when this is final, which some poll finds."""
+        self._progress.tell(ended)
+
     def cancel(self) -> None:
         """Move nothing more."""
         self._progress.cancel()

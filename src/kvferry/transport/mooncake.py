@@ -77,14 +77,15 @@ class MooncakeTransport:
         *,
         protocol: str = "tcp",
         device: str = "",
+        enter_thread: Callable[[], None] | None = None,
         stall_s: float = 10.0,
         close_timeout_s: float = 90.0,
     ) -> None:
         """``host``: the name or IP by which peers reach this process; the engine picks the port.
 
-        ``device``: a comma-separated filter of network devices, empty for all. ``stall_s``: how long a peer may take no
-        row before its submissions fail. ``close_timeout_s`` outlasts the 61 s that the engine may spend on a port that
-        accepts and says nothing.
+        ``device``: a comma-separated filter of network devices, empty for all. ``enter_thread``: called first in each
+        thread that hands rows to the engine. ``stall_s``: how long a peer may take no row before its submissions fail.
+        ``close_timeout_s`` outlasts the 61 s that the engine may spend on a port that accepts and says nothing.
         """
         if not host:
             raise TransportError(TransportReason.UNAVAILABLE, "host is empty: peers need an address to write to")
@@ -103,6 +104,7 @@ class MooncakeTransport:
             stall_s=stall_s,
             clock=time.monotonic,
             sleep=time.sleep,
+            enter_thread=enter_thread,
         )
         _LIVE.add(self)
 
@@ -121,6 +123,7 @@ class MooncakeTransport:
         with self._lock:
             self._check_open()
             table = self._table.with_regions(regions)
+            self._engine.build.check_memory(region.memory for region in regions)
             if regions:
                 self._engine.register(regions)
             self._table = table
@@ -200,8 +203,9 @@ class MooncakeTransport:
 class _Engine:
     """The only reference to one native engine, and the door that every call to it passes."""
 
-    def __init__(self, native: Any) -> None:
+    def __init__(self, native: Any, build: Build) -> None:
         self.pid = os.getpid()
+        self.build = build
         self._native = native
         self._watch = weakref.ref(native)
         self._answered: set[str] = set()
@@ -280,11 +284,20 @@ class _Engine:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._native))
 
 
+def installed_build(host: str) -> Build:
+    """With what the installed engine was built; loads its library, and builds no engine."""
+    return _build_of(_load_module(host))
+
+
+def _build_of(module: Any) -> Build:
+    return Build(frozenset(name for name in dir(module) if name.startswith("SUPPORT_") and getattr(module, name)))
+
+
 def _build_engine(host: str, protocol: str, device: str) -> _Engine:
     module = _load_module(host)
-    flags = frozenset(name for name in dir(module) if name.startswith("SUPPORT_") and getattr(module, name))
-    with _environment(lambda environ: settings_for(protocol, Build(flags), environ)):
-        engine = _Engine(module.TransferEngine())
+    build = _build_of(module)
+    with _environment(lambda environ: settings_for(protocol, build, environ)):
+        engine = _Engine(module.TransferEngine(), build)
         code = engine.native().initialize(host, "P2PHANDSHAKE", protocol, device)
     try:
         if code != 0:

@@ -13,6 +13,9 @@ from typing import Self
 from kvferry.errors import TransportError, TransportReason
 
 _PREFIX = "cma"
+_LONGEST = 256
+_DIGITS = 20
+_HEX = frozenset("0123456789abcdef")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +43,27 @@ class ProcessIdentity:
     @classmethod
     def parse(cls, address: str) -> Self:
         """The process that an address names; refuses what is not such an address."""
-        prefix, *fields = address.split(":")
-        if prefix == _PREFIX and len(fields) == 4 and all(field.isascii() and field.isdigit() for field in fields[:3]):
+        prefix, *fields = address[:_LONGEST].split(":")
+        if prefix == _PREFIX and len(fields) == 4 and all(map(_is_number, fields[:3])):
             pid, start, namespace = (int(field) for field in fields[:3])
             return cls(pid, start, namespace, fields[3])
         raise TransportError(
             TransportReason.PEER_UNREACHABLE,
             f"{address[:120]!r} is not a cma address (cma:<pid>:<start>:<pid namespace>:<boot id>)",
         )
+
+    def check_same_user(self) -> None:
+        """Raise unless that process belongs to the user of this one, whatever else the kernel would allow."""
+        try:
+            owner = os.stat(f"/proc/{self.pid}").st_uid
+        except FileNotFoundError:
+            raise TransportError(TransportReason.PEER_UNREACHABLE, f"process {self.pid} is gone") from None
+        if owner != os.geteuid():
+            raise TransportError(
+                TransportReason.PERMISSION,
+                f"process {self.pid} belongs to user {owner}, this one to {os.geteuid()}: both processes must belong "
+                "to one user, and the peer must be traceable: let the receiver admit this writer",
+            )
 
     def check_alive(self) -> None:
         """Raise unless this very process lives, on this machine, under this number."""
@@ -77,6 +93,28 @@ class ProcessIdentity:
 
 
 @dataclass(frozen=True, slots=True)
+class CmaAddress:
+    """A process, and where in it the record of what it has registered is."""
+
+    process: ProcessIdentity
+    record: int
+
+    def __str__(self) -> str:
+        return f"{self.process}:{self.record:x}"
+
+    @classmethod
+    def parse(cls, address: str) -> Self:
+        """What ``str`` gave; refuses what is not such an address."""
+        process, _, record = address[:_LONGEST].rpartition(":")
+        if not 0 < len(record) <= 16 or not _HEX.issuperset(record):
+            raise TransportError(
+                TransportReason.PEER_UNREACHABLE,
+                f"{address[:120]!r} is not a cma address (cma:<pid>:<start>:<pid namespace>:<boot id>:<record>)",
+            )
+        return cls(ProcessIdentity.parse(process), int(record, 16))
+
+
+@dataclass(frozen=True, slots=True)
 class _Status:
     """What ``/proc/<pid>/stat`` says."""
 
@@ -93,6 +131,10 @@ def _status(pid: int) -> _Status | None:
     # The command in field 2 may hold spaces and brackets; what follows its last bracket is regular.
     fields = stat[stat.rindex(b")") + 2 :].split()
     return _Status(ended=fields[0] in (b"Z", b"X"), threads=int(fields[17]), start_ticks=int(fields[19]))
+
+
+def _is_number(field: str) -> bool:
+    return 0 < len(field) <= _DIGITS and field.isascii() and field.isdigit()
 
 
 def _here() -> tuple[int, str]:

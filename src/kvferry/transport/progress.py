@@ -34,6 +34,7 @@ class Progress:
         self._landed = 0
         self._error: TransportError | None = None
         self._fenced = False
+        self._ended: Callable[[], object] | None = None
         self._lock = threading.Lock()
 
     # What the submitter sees.
@@ -72,6 +73,11 @@ class Progress:
         with self._lock:
             return self._state()
 
+    def tell(self, ended: Callable[[], object]) -> None:
+        """Call it when this is final."""
+        self._ended = ended
+        self._tell_end()
+
     def cancel(self) -> None:
         """Fail unless final; the transport hands over nothing more."""
         self.fail(TransportError(TransportReason.CANCELLED, "cancelled by its submitter"))
@@ -93,6 +99,7 @@ class Progress:
         with self._lock:
             self._unproven -= rows
             self._landed += rows
+        self._tell_end()
 
     def over(self, rows: int) -> None:
         """``rows`` that were handed did not land, and are proven to move no more."""
@@ -104,6 +111,7 @@ class Progress:
         with self._lock:
             if self._state() is SubmissionState.PENDING:
                 self._error = error
+        self._tell_end()
 
     def fence(self, error: TransportError, *, leaves_nothing: bool) -> None:
         """The engine is gone: fail unless final, and quiet in any case; ``leaves_nothing``: at the destination too."""
@@ -112,6 +120,13 @@ class Progress:
             self._fenced = True
             if leaves_nothing:
                 self._unproven = 0
+
+    def _tell_end(self) -> None:
+        with self._lock:
+            if self._ended is None or self._state() is SubmissionState.PENDING:
+                return
+            ended, self._ended = self._ended, None
+        ended()
 
     def _proven(self) -> bool:
         return self._state() is not SubmissionState.PENDING and self._unproven == 0

@@ -26,6 +26,10 @@ _PENDING_SEEN = 8
 """How many unfinished rows a reaping pass looks past: engines finish rows nearly, not exactly, in order."""
 
 
+_PAUSE_GROWTH = 1.25
+"""From one look to the next while nothing comes back, so that what has come waits for a fraction of its own time."""
+
+
 class RowState(Enum):
     """What an engine says about one row."""
 
@@ -57,6 +61,8 @@ class Pace:
     """Without any row coming back for so long, the lane's submissions fail."""
     clock: Callable[[], float]
     sleep: Callable[[float], None]
+    enter_thread: Callable[[], None] | None = None
+    """Called first in the lane's thread: makes the memory's device the current one."""
 
 
 @dataclass(slots=True)
@@ -118,13 +124,15 @@ class Lane:
         self._window.clear()
 
     def _run(self) -> None:
+        if self._pace.enter_thread is not None:
+            self._pace.enter_thread()
         pause = 0.0
         while self._wait_for_work():
             if self._top_up() + self._reap():
                 pause = 0.0
                 continue
             self._judge()
-            pause = min(max(pause * 2, 100e-6), 1e-3)
+            pause = min(max(pause * _PAUSE_GROWTH, 100e-6), 1e-3)
             self._pace.sleep(pause)
 
     def _wait_for_work(self) -> bool:

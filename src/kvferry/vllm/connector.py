@@ -22,7 +22,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.vllm.config import ignored_options, parse_config
-from kvferry.vllm.endpoint import check_parallel
+from kvferry.vllm.endpoint import check_parallel, check_sleep_mode
 from kvferry.vllm.holds import BlockHolds
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata
 from kvferry.vllm.scheduler import FerryScheduler
@@ -32,7 +32,7 @@ from kvferry.vllm.worker import FerryWorker
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -62,6 +62,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         for option, why in ignored_options(extra).items():
             logger.info("option %s does nothing here: %s", option, why)
         check_parallel(vllm_config)
+        check_sleep_mode(vllm_config)
         self._scheduler_half: FerryScheduler | None = None
         self._worker_half: FerryWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -86,6 +87,11 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker_half is None:
             raise RuntimeError("a worker method was called on the scheduler's half of FerryConnector")
         return self._worker_half
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
+        """Asked by vLLM 0.33 and newer before anything is built; older ones come to ``check_sleep_mode``."""
+        return False
 
     # -- scheduler half --------------------------------------------------------------------------------------
 
@@ -176,6 +182,11 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """This rank's placement, for its siblings."""
         return self._worker.handshake()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins: its forward is not submitted yet, all before it is."""
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.begin_step()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Take the orders of this step. Loads run between steps, so when this is called does not matter."""

@@ -10,10 +10,12 @@ def deployment_of(
     config: Config, *, explicit: Iterable[str] = (), produces: bool = True, detected_host: str | None = None
 ) -> Deployment:
     """``explicit``: the options that were set. ``detected_host``: what vLLM chose where no option says it."""
+    peers = config.upstream_peers
     return Deployment(
         transport=config.transport,
         protocol=config.mooncake_protocol,
         device=config.device_name,
+        variables=config.mooncake_env,
         host=config.host or detected_host,
         host_why="option host" if config.host else "VLLM_HOST_IP, else vLLM's own choice",
         side_channel_port=config.side_channel_port,
@@ -21,5 +23,10 @@ def deployment_of(
         bootstrap_address=config.bootstrap_server_address,
         produces=produces,
         private_only=config.require_private_network,
+        upstream_peers=peers if isinstance(peers, str) else ", ".join(peers) or "refuse",
+        upstream_assumed=config.declared_peer.missing,
+        upstream_networks=() if isinstance(peers, str) else peers,
+        secret_file=config.secret_file,
+        tls=config.bootstrap_tls_cert is not None,
         explicit=frozenset(explicit),
     )

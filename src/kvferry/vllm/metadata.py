@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvferry.ids import RequestId, TransferId
 from kvferry.protocol import PromptMark, Source, Span, Table, Ticket
+from kvferry.runtime import Alternative
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class Publish:
     tables: tuple[Table, ...]
     prompt: tuple[PromptMark, ...]
     """What the positions were computed from."""
+    prompt_tokens: int | None = None
+    """Length of the whole prompt, where its last token was left to the consumer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,8 @@ class Pull:
     tables: tuple[Table, ...]
     prompt: str
     """Digest of the prompt up to the end of ``span``."""
+    alternatives: tuple[Alternative, ...] = ()
+    """Other producers of the same prompt."""
 
 
 @dataclass(frozen=True, slots=True)

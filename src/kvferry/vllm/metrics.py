@@ -90,6 +90,53 @@ WAIT: Final = Metric(
     "Time from a fetch's pulls to its end: the producer's computing and writing, and the network.",
     buckets=SECONDS,
 )
+VERIFIED_PAGES: Final = Metric(
+    "verified_pages",
+    "counter",
+    "consumer",
+    "Pages (one block of one component of a layer) whose digest was compared with the producer's and was equal.",
+)
+VERIFIED_BYTES: Final = Metric("verified_bytes", "counter", "consumer", "Bytes of these pages.")
+MISMATCHES: Final = Metric(
+    "verify_mismatches",
+    "counter",
+    "consumer",
+    "Pulls of which at least one page was not what the producer has. Each fails its fetch; any is a reason to look.",
+)
+RETRIES: Final = Metric(
+    "retries",
+    "counter",
+    "consumer",
+    "Fetches that failed and were tried again with another producer that the router had named.",
+)
+REFUSED_CONNECTIONS: Final = Metric(
+    "refused_connections",
+    "counter",
+    "producer",
+    "Connections that a guarded message socket has not let in, by their key or address. One that speaks no CURVE at "
+    "the secure socket does not get as far and is not counted.",
+)
+REFUSED_ORDERS: Final = Metric(
+    "refused_orders",
+    "counter",
+    "producer",
+    "Registrations and releases that the bootstrap service has refused: not signed, signed wrongly, too old, or sent "
+    "before. Of the rank that serves it.",
+)
+ENGINES_RENEWED: Final = Metric(
+    "engines_renewed",
+    "counter",
+    "producer",
+    "Times that the transfer engine was destroyed and made anew because writes did not come to an end: a wedged pair "
+    "of engines, a peer that takes nothing. Its other writes fail with it.",
+)
+FENCES: Final = Metric(
+    "fences",
+    "counter",
+    "consumer",
+    "Times that a producer in doubt was fenced: the engine that receives from it destroyed, or its writers proven to "
+    "have ended or stopped. Fetches under way from it fail.",
+)
 HELD: Final = Metric(
     "held_blocks",
     "gauge",
@@ -106,7 +153,8 @@ QUARANTINED: Final = Metric(
 
 METRICS: Final = (
     TRANSFERS, FAILURES, SENT_BYTES, DESCRIPTORS, RECEIVED_TOKENS, WRITE_BYTES, WRITE_DESCRIPTORS, BIND, WRITE,
-    RESOLVE, WAIT, HELD, QUARANTINED,
+    RESOLVE, WAIT, VERIFIED_PAGES, VERIFIED_BYTES, MISMATCHES, RETRIES, REFUSED_CONNECTIONS,
+    REFUSED_ORDERS, ENGINES_RENEWED, FENCES, HELD, QUARANTINED,
 )  # fmt: skip
 """All of them, in the order of the page."""
 
@@ -120,6 +168,9 @@ LOGGED: Final = {
     "fetches": "fetches that brought all they were to bring",
     "tokens fetched": "prompt tokens of these fetches",
     "wait ms mean, p90": "time from a fetch's pulls to its end",
+    "verified pages": "pages whose digest was equal to the producer's",
+    "verify mismatches": "pulls with a page that was not",
+    "retries": "failed fetches that were tried again with another producer",
     "not done: SIDE OUTCOME REASON": "transfers that failed, were aborted or expired",
     "blocks held": "cache blocks kept from re-use for transfers now",
     "blocks quarantined": "those of them whose fetch has failed and is not proven quiet",

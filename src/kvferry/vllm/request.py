@@ -2,8 +2,9 @@
 
 The router's contract is that of vLLM's MooncakeConnector: ``kv_transfer_params`` with ``do_remote_decode`` and
 ``transfer_id`` for the prefill engine; ``do_remote_prefill``, ``transfer_id``, ``remote_engine_id`` and
-``remote_bootstrap_addr`` for the decode engine. Parameters come from a client and are read as such: what is missing
-or of another type counts as absent, and the request is computed locally.
+``remote_bootstrap_addr`` for the decode engine. One key is ours: ``remote_alternatives``, a list of maps of the last
+three, names other producers that have computed the same prompt. Parameters come from a client and are read as such:
+what is missing or of another type counts as absent, and the request is computed locally.
 """
 
 import hashlib
@@ -15,9 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.ids import EngineId, TransferId
 from kvferry.protocol import PromptMark, Source
+from kvferry.runtime import Alternative
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+MAX_ALTERNATIVES = 8
+"""Of one request; more are not read."""
 
 _LEFT_LAST = "kvferry_left_last"
 """Mark in a prefill request's parameters: its prompt was cut already (a preempted request comes by again)."""
@@ -29,6 +34,8 @@ class Origin:
 
     transfer: TransferId
     source: Source
+    alternatives: tuple[Alternative, ...] = ()
+    """Who else has it, in the router's order."""
 
 
 def wants_prefill(request: "Request") -> bool:
@@ -59,7 +66,22 @@ def origin_of(request: "Request") -> Origin | None:
     engine, bootstrap = _text(params, "remote_engine_id"), _text(params, "remote_bootstrap_addr")
     if transfer is None or engine is None or bootstrap is None:
         return None
-    return Origin(transfer, Source(EngineId(engine), bootstrap.rstrip("/")))
+    return Origin(transfer, Source(EngineId(engine), bootstrap.rstrip("/")), _alternatives(params, transfer))
+
+
+def _alternatives(params: Mapping[str, Any], first: TransferId) -> tuple[Alternative, ...]:
+    """The other producers that the parameters name; entries that do not say it all count as absent."""
+    listed = params.get("remote_alternatives")
+    found: dict[str, Alternative] = {}
+    for entry in listed[:MAX_ALTERNATIVES] if isinstance(listed, list) else ():
+        if not isinstance(entry, Mapping):
+            continue
+        names = (_text(entry, key) for key in ("transfer_id", "remote_engine_id", "remote_bootstrap_addr"))
+        transfer, engine, bootstrap = names
+        if transfer and engine and bootstrap and transfer != first:
+            source = Source(EngineId(engine), bootstrap.rstrip("/"))
+            found.setdefault(transfer, Alternative(TransferId(transfer), source))
+    return tuple(found.values())
 
 
 def leave_last_token(request: "Request") -> None:
@@ -78,6 +100,11 @@ def leave_last_token(request: "Request") -> None:
     request.num_prompt_tokens -= 1
     request.max_tokens = 1
     params[_LEFT_LAST] = True
+
+
+def whole_prompt_tokens(request: "Request") -> int:
+    """Length of the prompt as the client sent it."""
+    return int(request.num_prompt_tokens) + bool(_params(request).get(_LEFT_LAST))
 
 
 def prompt_marks(request: "Request", tokens: int) -> tuple[PromptMark, ...]:

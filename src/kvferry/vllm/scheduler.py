@@ -42,6 +42,7 @@ from kvferry.vllm.request import (
     transfer_of,
     wants_decode,
     wants_prefill,
+    whole_prompt_tokens,
 )
 from kvferry.vllm.tables import CacheShape
 
@@ -179,6 +180,7 @@ class FerryScheduler:
                 span,
                 tables,
                 prompt_digest(request, stop),
+                origin.alternatives,
             )
         )
 
@@ -196,6 +198,8 @@ class FerryScheduler:
 
     def _release(self, request: "Request", origin: Origin) -> None:
         self._orders.append(Release(origin.transfer, RequestId(request.request_id), origin.source))
+        for one in origin.alternatives:
+            self._orders.append(Release(one.transfer, RequestId(request.request_id), one.source))
 
     def _expect(self, request: "Request") -> None:
         if not self._produces or request.request_id in self._expected:
@@ -219,7 +223,8 @@ class FerryScheduler:
             tables = self._shape.cut(blocks, Span(0, tokens))
             ticket = self._hold(tables)
             marks = prompt_marks(request, tokens)
-            self._orders.append(Publish(ticket, RequestId(request.request_id), transfer, tokens, tables, marks))
+            whole = whole_prompt_tokens(request)
+            self._orders.append(Publish(ticket, RequestId(request.request_id), transfer, tokens, tables, marks, whole))
 
     def _hold(self, tables: Sequence[Table]) -> Ticket:
         ticket = Ticket(next(self._tickets))

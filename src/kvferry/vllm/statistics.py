@@ -6,6 +6,7 @@ numbers, strings) and survives pickle and msgpack:
 
 * ``writes``: rows of :class:`kvferry.runtime.Write`; ``receives``: rows of :class:`kvferry.runtime.Receive`;
 * ``ends``: ``side outcome reason`` to a number;
+* ``counts``: names of :class:`kvferry.runtime.tally.Counted` to a number;
 * ``holds``: blocks held and blocks quarantined now, from the scheduler alone; absent where nothing has changed.
 """
 
@@ -17,6 +18,7 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvferry.runtime import End, Interval, Receive, Write
+from kvferry.runtime.tally import Counted
 from kvferry.vllm import metrics
 from kvferry.vllm.holds import HeldBlocks
 
@@ -25,7 +27,7 @@ class FerryStats(KVConnectorStats):
     """What one or several ranks did in an interval."""
 
     def __init__(self, data: Mapping[str, Any] | None = None) -> None:
-        self.data: dict[str, Any] = {"writes": [], "receives": [], "ends": {}} | dict(data or {})
+        self.data: dict[str, Any] = _nothing() | dict(data or {})
 
     @classmethod
     def of_worker(cls, intervals: Sequence[Interval]) -> "FerryStats | None":
@@ -33,13 +35,16 @@ class FerryStats(KVConnectorStats):
         if not any(intervals):
             return None
         ends: Counter[End] = Counter()
+        counts: Counter[Counted] = Counter()
         for one in intervals:
             ends.update(one.ends)
+            counts.update(one.counts)
         return cls(
             {
                 "writes": [list(row) for one in intervals for row in one.writes],
                 "receives": [list(row) for one in intervals for row in one.receives],
                 "ends": {" ".join(end).strip(): count for end, count in ends.items()},
+                "counts": dict(counts),
             }
         )
 
@@ -50,7 +55,7 @@ class FerryStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {"writes": [], "receives": [], "ends": {}}
+        self.data = _nothing()
 
     def is_empty(self) -> bool:
         """Whether nothing happened. "No block is held any more" is something."""
@@ -61,6 +66,7 @@ class FerryStats(KVConnectorStats):
         self.data["writes"] = [*self.data["writes"], *other.data["writes"]]
         self.data["receives"] = [*self.data["receives"], *other.data["receives"]]
         self.data["ends"] = dict(Counter(self.data["ends"]) + Counter(other.data["ends"]))
+        self.data["counts"] = dict(Counter(self.data["counts"]) + Counter(other.data["counts"]))
         if "holds" in other.data:
             self.data["holds"] = other.data["holds"]
         return self
@@ -70,6 +76,7 @@ class FerryStats(KVConnectorStats):
         return {
             **_reduced_writes([Write(*row) for row in self.data["writes"]]),
             **_reduced_receives([Receive(*row) for row in self.data["receives"]]),
+            **{name.replace("_", " "): count for name, count in self.data["counts"].items() if name in _LOGGED_COUNTS},
             **{f"not done: {end}": count for end, count in sorted(self.data["ends"].items()) if " done" not in end},
             **dict(zip(("blocks held", "blocks quarantined"), self.data.get("holds", ()), strict=False)),
         }
@@ -87,6 +94,7 @@ class FerryPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._families = {one.name: self._family(one) for one in metrics.METRICS}
+        self._counted = {one.name: one for one in metrics.METRICS if one.kind == "counter" and not one.labels}
         for index in per_engine_labelvalues:
             for one in metrics.METRICS:
                 if not one.labels:
@@ -104,6 +112,8 @@ class FerryPromMetrics(KVConnectorPromMetrics):
             self._child(metrics.TRANSFERS, engine_idx, side, outcome).inc(count)
             if reason:
                 self._child(metrics.FAILURES, engine_idx, side, *reason).inc(count)
+        for name, count in transfer_stats_data["counts"].items():
+            self._child(self._counted[name], engine_idx).inc(count)
         if "holds" in transfer_stats_data:
             held, quarantined = transfer_stats_data["holds"]
             self._child(metrics.HELD, engine_idx).set(held)
@@ -134,6 +144,13 @@ class FerryPromMetrics(KVConnectorPromMetrics):
 
     def _child(self, one: metrics.Metric, engine: int, *labels: str) -> Any:
         return self._families[one.name].labels(*self.per_engine_labelvalues[engine], *labels)
+
+
+_LOGGED_COUNTS = frozenset({"verified_pages", "verify_mismatches", "retries"})
+
+
+def _nothing() -> dict[str, Any]:
+    return {"writes": [], "receives": [], "ends": {}, "counts": {}}
 
 
 def _reduced_writes(rows: Sequence[Write]) -> dict[str, int | float]:

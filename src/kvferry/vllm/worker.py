@@ -3,29 +3,33 @@
 vLLM calls it on the model runner's thread, once a step. Nothing here waits for a peer: orders go to the runtimes
 (:mod:`kvferry.runtime`), which have threads of their own, and results are taken out of their queues.
 
-Published blocks are read by an engine outside the device's streams. On a device the blocks are valid once the work
-that was submitted up to ``wait_for_save`` is done, so an event is recorded there and a publication is held back until
-the event has happened; nobody waits for it. On the CPU the work is done when the call is made.
+Engines read and write caches outside the device's streams, so each order that lets bytes move carries a mark
+(:mod:`kvferry.vllm.fence`). A publication is valid when the work that was submitted up to ``wait_for_save`` is done. A
+pull may begin when the work that was submitted before its step is done: the last step of the request that had these
+blocks before may still run, and blocks may still be zeroed. The step's own work touches neither.
 """
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, assert_never
 
-import torch
 from vllm.logger import init_logger
 
 from kvferry.ids import EngineId, Incarnation
 from kvferry.layout import BoundLayout, Parallel, bind_layout, decode_placement, encode_placement
 from kvferry.protocol import Fate, Ticket
-from kvferry.runtime import ConsumerRuntime, Fetch, Local, ProducerRuntime, Publication
+from kvferry.runtime import ConsumerRuntime, Fetch, Local, ProducerRuntime, Publication, Ready
+from kvferry.runtime.upstream_caches import OwnCaches
 from kvferry.vllm.config import Config
-from kvferry.vllm.endpoint import read_deployment, read_options
+from kvferry.vllm.cpus import with_cpus
+from kvferry.vllm.endpoint import check_memory, read_deployment, read_options
+from kvferry.vllm.fence import Fence, HostFence, fence_of
 from kvferry.vllm.layout_file import write_layout
 from kvferry.vllm.layouts.extract import layout_of_worker, parallel_of_this_process
+from kvferry.vllm.layouts.upstream import own_caches
 from kvferry.vllm.metadata import (
     Cancel,
     Expect,
@@ -40,8 +44,11 @@ from kvferry.vllm.metadata import (
 )
 from kvferry.vllm.startup import StartUp
 from kvferry.vllm.statistics import FerryStats
+from kvferry.vllm.tables import read_cache_shape
+from kvferry.vllm.tails import Tails, tails_of
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -58,32 +65,36 @@ class Ended:
     """Those whose cache did not come."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Unready:
-    """Publications that become valid when the device gets to ``event``."""
-
-    event: Any
-    publications: tuple[Publication, ...]
-
-
 class FerryWorker:
     """Worker half of the connector."""
 
-    def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: Config) -> None:
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        kv_cache_config: "KVCacheConfig",
+        config: Config,
+        *,
+        choose_fence: Callable[[Iterable[str]], Fence] = fence_of,
+    ) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = config
         self._startup = StartUp.read(read_deployment(vllm_config, config))
         self._bound: BoundLayout | None = None
         self._parallel: Parallel | None = None
+        self._caches: OwnCaches | None = None
+        self._tails: Tails | None = None
         self._producer: ProducerRuntime | None = None
         self._consumer: ConsumerRuntime | None = None
+        self._choose_fence = choose_fence
+        self._fence: Fence = HostFence()
+        self._before_step: Ready | None = None
+        """Behind what was submitted before this step."""
         self._fresh: list[Publication] = []
-        self._unready: list[_Unready] = []
 
     # -- start and end ---------------------------------------------------------------------------------------
 
-    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def register(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Read the layout; refuses here, before any request, what cannot be carried."""
         parallel = parallel_of_this_process(self._vllm_config)
         layout = layout_of_worker(
@@ -93,8 +104,15 @@ class FerryWorker:
             engine_id=self._engine_id,
             parallel=parallel,
         )
+        check_memory(self._config, (region.memory for region in layout.regions), host=self._startup.host.ip)
         self._parallel = parallel
         self._bound = bind_layout(layout)
+        self._caches = own_caches(
+            kv_caches, self._kv_cache_config, vllm_config=self._vllm_config, declared=self._config.declared_peer
+        )
+        shape = read_cache_shape(self._kv_cache_config, self._vllm_config)
+        self._tails = tails_of(kv_caches, self._kv_cache_config, shape)
+        self._fence = self._choose_fence(region.memory for region in layout.regions)
         if self._config.layout_dump is not None:
             logger.info("kvferry: layout written to %s", write_layout(self._config.layout_dump, layout))
         logger.info(
@@ -128,8 +146,15 @@ class FerryWorker:
             placements=tuple(decode_placement(data) for data in siblings.placements),
             tp_size=parallel.tp_size,
             pp_size=parallel.pp_size,
+            caches=self._caches,
         )
-        options = read_options(self._vllm_config, self._config, rank=local.index, host=self._startup.host.ip)
+        options = read_options(
+            self._vllm_config,
+            self._config,
+            rank=local.index,
+            host=self._startup.host.ip,
+            enter_thread=with_cpus(self._fence.enter_thread),
+        )
         transfer = self._vllm_config.kv_transfer_config
         if transfer.is_kv_producer:
             self._producer = ProducerRuntime(local, options)
@@ -157,22 +182,20 @@ class FerryWorker:
                 case _:
                     assert_never(order)
 
+    def begin_step(self) -> None:
+        """The work of the steps before is submitted, and the zeroing of blocks that are new in this one."""
+        self._before_step = self._fence.mark()
+
     def mark_step(self) -> None:
         """The work of this step is submitted: what was published in it is valid when that work is done."""
-        if not self._fresh:
-            return
-        fresh, self._fresh = tuple(self._fresh), []
-        if self._is_cpu:
-            self._publish(fresh)
-            return
-        event = torch.Event()
-        event.record()
-        self._unready.append(_Unready(event, fresh))
+        fresh, self._fresh = self._fresh, []
+        if fresh and self._producer is not None:
+            ready = self._fence.mark()
+            for publication in fresh:
+                self._producer.publish(publication, ready=ready)
 
     def take_ended(self) -> Ended:
-        """Receives that ended; called once a step, so the device is asked here too."""
-        while self._unready and self._unready[0].event.query():
-            self._publish(self._unready.pop(0).publications)
+        """Receives that ended."""
         ended = Ended()
         for end in self._consumer.take_ended() if self._consumer is not None else ():
             ended.finished.add(end.request)
@@ -205,7 +228,15 @@ class FerryWorker:
                 producer.withdraw(order.transfer)
             case Publish():
                 self._fresh.append(
-                    Publication(order.ticket, order.request, order.transfer, order.tokens, order.tables, order.prompt)
+                    Publication(
+                        order.ticket,
+                        order.request,
+                        order.transfer,
+                        order.tokens,
+                        order.tables,
+                        order.prompt,
+                        order.prompt_tokens,
+                    )
                 )
             case _:
                 assert_never(order)
@@ -216,6 +247,7 @@ class FerryWorker:
             raise RuntimeError(f"an order for a consumer, which this engine is not: {order}")
         match order:
             case Pull():
+                cleared = self._tails is not None and self._tails.clear(order.span, order.tables)
                 consumer.fetch(
                     Fetch(
                         order.ticket,
@@ -225,7 +257,9 @@ class FerryWorker:
                         order.span,
                         order.tables,
                         order.prompt,
-                    )
+                        order.alternatives,
+                    ),
+                    ready=self._fence.mark() if cleared else self._before_step,
                 )
             case Cancel():
                 consumer.cancel(order.ticket)
@@ -233,15 +267,6 @@ class FerryWorker:
                 consumer.release(order.transfer, order.request, order.source)
             case _:
                 assert_never(order)
-
-    def _publish(self, publications: Sequence[Publication]) -> None:
-        if self._producer is not None:
-            for publication in publications:
-                self._producer.publish(publication)
-
-    @property
-    def _is_cpu(self) -> bool:
-        return self._bound is None or all(storage.memory == "cpu" for storage in self._bound.placement.storages)
 
 
 def identify_model(vllm_config: "VllmConfig") -> str:

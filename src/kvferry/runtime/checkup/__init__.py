@@ -8,7 +8,8 @@ through a transport, timed, and compared.
 
 from kvferry.runtime.checkup.addresses import HostAddress, LocalAddress, local_addresses, resolve_host
 from kvferry.runtime.checkup.deployment import Deployment, choices_of, skipped
-from kvferry.runtime.checkup.examine import examine, way_of
+from kvferry.runtime.checkup.doors import check_doors
+from kvferry.runtime.checkup.examine import examine, tell_engine, way_of
 from kvferry.runtime.checkup.exposure import check_address, check_exposure, check_ports, require_private_network
 from kvferry.runtime.checkup.limits import check_limits, check_ptrace
 from kvferry.runtime.checkup.marker import Delivery, Way, deliver_to_peer, deliver_to_self, serve_markers
@@ -26,6 +27,7 @@ __all__ = [
     "Verdict",
     "Way",
     "check_address",
+    "check_doors",
     "check_exposure",
     "check_limits",
     "check_mooncake",
@@ -41,5 +43,6 @@ __all__ = [
     "resolve_host",
     "serve_markers",
     "skipped",
+    "tell_engine",
     "way_of",
 ]

@@ -12,9 +12,17 @@ from typing import Final, Literal
 
 from kvferry.runtime.checkup.addresses import HostAddress, LocalAddress, resolve_host, route_address
 from kvferry.runtime.checkup.records import Choice, Finding, Verdict
+from kvferry.transport.engine_settings import DEVICE_PROTOCOLS, engine_ports, engine_variables, parse_variables
 
 VARIABLES: Final = ("VLLM_HOST_IP", "VLLM_MOONCAKE_BOOTSTRAP_PORT")
 DEFAULT_BOOTSTRAP_PORT: Final = 8998
+UNREAD: Final = {
+    "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "options publish_timeout and pull_timeout",
+    "VLLM_MOONCAKE_CONNECTOR_TIMEOUT": "nothing: a rank tries for 30 s to register",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "option host",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT": "option side_channel_port",
+}
+"""Variables of vLLM's own connectors that are not read here, and what stands in their place."""
 _INFINIBAND: Final = Path("/sys/class/infiniband")
 
 
@@ -26,6 +34,8 @@ class Deployment:
     protocol: str = "tcp"
     """Of the Mooncake engine."""
     device: str = ""
+    variables: tuple[str, ...] = ()
+    """Settings of the engine, as ``NAME=value``."""
     host: str | None = None
     host_why: str = "option host"
     side_channel_port: int = 0
@@ -35,6 +45,15 @@ class Deployment:
     produces: bool = True
     """Whether it may serve the bootstrap service."""
     private_only: bool = False
+    upstream_peers: str = "refuse"
+    """Which engines of vLLM's own MooncakeConnector may be peers, in words."""
+    upstream_assumed: tuple[str, ...] = ()
+    """What such a peer has as this engine has it, since nothing else is declared."""
+    upstream_networks: tuple[str, ...] = ()
+    """Networks of such peers that are listed by hand."""
+    secret_file: str | None = None
+    tls: bool = False
+    """Whether it serves its bootstrap service over TLS."""
     explicit: frozenset[str] = frozenset()
     """Names of the options that were set."""
 
@@ -82,11 +101,12 @@ def choices_of(
         why = f"{why}: name {host.given} resolves to it here{also}"
     return (
         Choice("transport", deployment.transport, _whose(deployment, "transport")),
-        *_engine_choices(deployment),
+        *_engine_choices(deployment, environ),
         Choice("address", host.ip, why),
         Choice("interface", host.interface, f"it has that address, which is {host.scope}"),
         _side_channel(deployment),
         *_bootstrap(deployment, environ),
+        _upstream(deployment),
     ), host
 
 
@@ -98,14 +118,21 @@ def skipped(deployment: Deployment, environ: Mapping[str, str] = os.environ) -> 
     if deployment.transport == "cma":
         found += [
             f"option {name}: the cma transport has none"
-            for name in ("mooncake_protocol", "device_name")
+            for name in ("mooncake_protocol", "device_name", "mooncake_env")
             if name in deployment.explicit
+        ]
+    else:
+        found += [
+            f"{name}={environ[name]}: option mooncake_env wins"
+            for name, value in parse_variables(deployment.variables).items()
+            if environ.get(name, value) != value
         ]
     if deployment.bootstrap_address is not None:
         if "bootstrap_port" in deployment.explicit:
             found.append("option bootstrap_port: the service runs elsewhere (bootstrap_server_address)")
     elif deployment.bootstrap_port is not None and environ.get("VLLM_MOONCAKE_BOOTSTRAP_PORT"):
         found.append("VLLM_MOONCAKE_BOOTSTRAP_PORT: option bootstrap_port wins")
+    found += [f"{name}: not read here; in its place: {instead}" for name, instead in UNREAD.items() if name in environ]
     return tuple(Finding("settings", Verdict.SKIPPED, one) for one in found)
 
 
@@ -114,17 +141,51 @@ def rdma_devices() -> tuple[str, ...]:
     return tuple(sorted(path.name for path in _INFINIBAND.iterdir())) if _INFINIBAND.is_dir() else ()
 
 
-def _engine_choices(deployment: Deployment) -> tuple[Choice, ...]:
+def _engine_choices(deployment: Deployment, environ: Mapping[str, str]) -> tuple[Choice, ...]:
     if deployment.transport == "cma":
         return (Choice("protocol", "process_vm_writev", "what the cma transport is; CPU memory of one host"),)
     devices = rdma_devices()
     seen = f"this machine has {', '.join(devices)}" if devices else "this machine has no RDMA device"
-    device = deployment.device or ("all that it finds" if deployment.protocol != "tcp" else "none needed")
+    needed = deployment.protocol in DEVICE_PROTOCOLS
+    device = deployment.device or ("all that it finds" if needed else "none needed")
     why = "option device_name" if deployment.device else f"{seen}; device_name is not set"
     return (
         Choice("protocol", deployment.protocol, f"{_whose(deployment, 'mooncake_protocol')}; {seen}"),
         Choice("device", device, why),
+        *_engine_variables(deployment, environ),
     )
+
+
+def _upstream(deployment: Deployment) -> Choice:
+    """Whether vLLM's own connector may be at the other end, and what is taken for granted about it then."""
+    if deployment.transport != "mooncake":
+        return Choice("upstream peers", "refuse", f"vLLM's own connector does not speak {deployment.transport}")
+    why = _whose(deployment, "upstream_peers")
+    if deployment.upstream_peers != "refuse":
+        assumed = ", ".join(deployment.upstream_assumed)
+        why += f"; assumed to be as here: {assumed}" if assumed else "; all that they cannot show is declared"
+    return Choice("upstream peers", deployment.upstream_peers, why)
+
+
+def _engine_variables(deployment: Deployment, environ: Mapping[str, str]) -> tuple[Choice, ...]:
+    """What the engine is told besides, and on which ports it will listen."""
+    chosen = parse_variables(deployment.variables)
+    told = engine_variables({**environ, **chosen})
+    first, last = engine_ports(told)
+    given = [name for name in ("MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT") if name in told]
+    ports = Choice(
+        "engine ports",
+        f"two free ones from {first} to {last} for each engine",
+        f"{' and '.join(given)}: {_who_told(given[0], chosen)}" if given else "the engine's default",
+    )
+    if not told:
+        return (ports,)
+    why = "; ".join(f"{name}: {_who_told(name, chosen)}" for name in told)
+    return (ports, Choice("engine variables", ", ".join(f"{name}={value}" for name, value in told.items()), why))
+
+
+def _who_told(name: str, chosen: Mapping[str, str]) -> str:
+    return "option mooncake_env" if name in chosen else "environment"
 
 
 def _side_channel(deployment: Deployment) -> Choice:

@@ -9,6 +9,7 @@ from kvferry.runtime.checkup.deployment import Deployment
 from kvferry.runtime.checkup.records import Finding, Verdict
 from kvferry.transport import MooncakeTransport
 from kvferry.transport.engine_settings import MAX_OUTSTANDING
+from kvferry.transport.mooncake import MAX_ROW_BYTES, installed_build
 
 DISTRIBUTIONS: Final = (
     "mooncake-transfer-engine",
@@ -64,9 +65,13 @@ def _check_engine(deployment: Deployment, host: str, bad: Verdict) -> Finding:
         engine = MooncakeTransport(host, protocol=protocol, device=deployment.device)
         try:
             said = f"it loads, starts on {engine.address()} and uses {engine.protocol_in_use()}"
+            built = installed_build(host)
         finally:
             engine.close()
     except TransportError as error:
         return Finding.of_error("mooncake engine", error, verdict=bad)
-    said += f"; kvferry hands it at most {MAX_OUTSTANDING} rows for one peer at a time"
-    return Finding("mooncake engine", Verdict.OK, said, facts={"protocol": protocol, "rows": MAX_OUTSTANDING})
+    kinds = f"built with {', '.join(built.words)}" if built.words else "built for CPU memory alone"
+    limits = f"at most {MAX_OUTSTANDING:,} rows of at most {MAX_ROW_BYTES:,} bytes for one peer at a time"
+    said += f"; {kinds}; kvferry hands it {limits}"
+    facts = {"protocol": protocol, "built_with": built.words, "rows": MAX_OUTSTANDING, "row_bytes": MAX_ROW_BYTES}
+    return Finding("mooncake engine", Verdict.OK, said, facts=facts)

@@ -34,10 +34,16 @@ _PHASES = ("pull waits", "during the write")
 _TABLE: tuple[tuple[Run, tuple[str, ...], tuple[str, ...]], ...] = (
     (processes.producer_killed, BOTH, ("before the pull", "pull waits", "during the write", "after the write")),
     (processes.producer_stopped, BOTH, _PHASES),
-    (processes.consumer_killed, BOTH, _PHASES),
+    (processes.producer_stopped_for_good, ("cma",), ("quarantine not full", "quarantine full")),
+    (processes.consumer_killed, BOTH, ("pull waits", "just before publication", "during the write")),
     (processes.consumer_stopped, BOTH, _PHASES),
     (processes.producer_restarts, BOTH, ("with its layout", "with another layout")),
     (processes.consumer_restarts, BOTH, ("with its layout", "with another layout")),
+    (
+        processes.other_version,
+        ("cma",),
+        ("producer, minor", "consumer, minor", "producer, major", "consumer, major"),
+    ),
     (processes.closed_while_writing, BOTH, ("producer", "consumer")),
     (processes.forked, BOTH, ("fork", "close")),
     (processes.expired, ("cma",), ("nobody pulls", "nobody publishes", "nobody knows it")),
@@ -45,6 +51,7 @@ _TABLE: tuple[tuple[Run, tuple[str, ...], tuple[str, ...]], ...] = (
     (processes.aborted, BOTH, _PHASES),
     (engines.misbehaves, BOTH, tuple(engines.MISDEEDS)),
     (engines.misbehaves_in_a_crowd, BOTH, ("crowd",)),
+    (engines.overfull, BOTH, ("overfull",)),
     (wires.bad_weather, ("cma", "mooncake"), tuple(wires.WEATHERS)),
     (wires.relay_cut, BOTH, _PHASES),
     (

@@ -31,7 +31,37 @@ def misbehaves(transport: str, phase: str) -> Row:
             # Both engines are new by now; the lie has nobody left to write with. Use the blocks and look.
             bench.move()
         bench.move()
+        renewed = bench.producer.audit()["counts"].get("engines_renewed", 0)
+        seen.producer += f", engine renewed {renewed} time(s)" if renewed else ""
+        if phase == "hangs" and transport == "cma" and not renewed:  # elsewhere the consumer's fence settles it
+            seen.problems.append("the engine was not renewed, or that was not counted")
         return bench.row(f"engine {phase}", means, seen)
+
+
+def overfull(transport: str, phase: str) -> Row:
+    """Four times 4,096 copies at once to one peer: an engine that is handed more than it queues fails, or wedges."""
+    seen = Seen(phase="all through")
+    with FaultBench(transport, large=True, timing={"publish": 60.0, "pull": 60.0}) as bench:
+        bench.warm()
+        names = [f"full-{index}" for index in range(4)]
+        since = 0.0
+        for index, name in enumerate(names):
+            bench.publish(name, salt=index, tokens=1984)
+        for index, name in enumerate(names):
+            since = bench.fetch(name, salt=index, tokens=1984)
+        fates = [bench.consumer.wait("ended", name, seconds=60)["fate"] for name in names]
+        for name in names:
+            seen.back = bench.consumer.wait("quiet", name, seconds=30)["at"] - since
+            bench.producer.wait("quiet", name, seconds=30)
+        told = [bench.said("producer", name) for name in names]
+        seen.consumer = ", ".join(f"{fates.count(one)} {one}" for one in dict.fromkeys(fates))
+        seen.producer = ", ".join(f"{told.count(one)} {one}" for one in dict.fromkeys(told))
+        if fates != ["done"] * 4:
+            seen.problems.append("a full queue must not fail a transfer")
+        if bench.producer.audit()["counts"].get("engines_renewed", 0):
+            seen.problems.append("the engine was renewed")
+        bench.move()
+        return bench.row("queues over-full", "four transfers of 3,968 copies of 4 KiB at once, to one peer", seen)
 
 
 def misbehaves_in_a_crowd(transport: str, phase: str) -> Row:

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvferry.testing.fault_bench import VICTIM, FaultBench, Row, Seen
-
-TIMING = {"publish": 25.0, "pull": 25.0}
+from kvferry.testing.faults.processes import PATIENT
 
 
 def missing() -> str | None:
@@ -73,7 +72,7 @@ class Namespace:
 def _apart(number: int) -> Iterator[tuple[Namespace, FaultBench]]:
     with Namespace(number) as space:
         hosts = (space.there, space.here)
-        with FaultBench("mooncake", large=True, timing=TIMING, hosts=hosts, prefix=space.prefix) as bench:
+        with FaultBench("mooncake", large=True, timing=PATIENT, hosts=hosts, prefix=space.prefix) as bench:
             yield space, bench
 
 

@@ -3,11 +3,15 @@
 import time
 
 from kvferry.testing.fault_bench import VICTIM, FaultBench, Row, Seen, wait_until
+from kvferry.testing.ports import free_port
 
 SLOW = {"rows": 150, "pause": 0.08}
 """Makes a write over ``cma`` last long enough to be interrupted."""
 
 TIMING = {"publish": 20.0, "pull": 20.0}
+
+PATIENT = {"publish": 480.0, "pull": 480.0}
+"""The defaults of an engine: no deadline comes to anybody's help."""
 
 
 def begin_write(bench: FaultBench) -> None:
@@ -93,16 +97,49 @@ def producer_stopped(transport: str, phase: str) -> Row:
         return bench.row("producer stops and goes on", means, seen)
 
 
+def producer_stopped_for_good(transport: str, phase: str) -> Row:
+    """SIGSTOP in the middle of a write, and no SIGCONT: over ``cma`` nothing proves that it will not go on."""
+    seen = Seen(phase="during the write")
+    full = phase == "quarantine full"
+    limits = {"quarantined_blocks": 32.0 if full else 128.0}  # the victim has 64
+    with FaultBench(transport, large=True, timing=PATIENT, limits=limits) as bench:
+        bench.warm()
+        neighbour = bench.start_producer(engine="q", port=free_port())
+        begin_write(bench)
+        since = bench.producer.stop()
+        end = bench.consumer.wait("ended", VICTIM, seconds=15)
+        seen.consumer, seen.noticed = f"{end['fate']} {end['reason']}", end["at"] - since
+        if bench.consumer.find("quiet", VICTIM, seconds=8.0) is not None:
+            seen.problems.append("blocks went back while the stopped writer could go on")
+        neighbour.tell("publish", transfer="other", tokens=200, salt=9)
+        bench.consumer.tell("fetch", transfer="other", tokens=200, salt=9, source=[neighbour.engine, neighbour.url])
+        other = bench.consumer.wait("ended", "other")
+        expected = "failed limit-exceeded" if full else "done"
+        if f"{other['fate']} {other['reason']}".strip() != expected:
+            seen.problems.append(f"a fetch from another producer should be {expected}, not {other}")
+        bench.consumer.wait("quiet", "other", seconds=5)
+        killed = bench.producer.kill()
+        seen.producer = "stopped, later killed"
+        seen.back = bench.consumer.wait("quiet", VICTIM, seconds=20)["at"] - killed
+        _replace_producer(bench)
+        means = f"SIGSTOP, later SIGKILL, blocks counted from it; meanwhile a fetch from another producer: {expected}"
+        return bench.row(f"producer stays stopped, {phase}", means, seen)
+
+
 def consumer_killed(transport: str, phase: str) -> Row:
     """SIGKILL."""
     seen = Seen(phase=phase, consumer="killed")
-    with FaultBench(transport, large=phase == "during the write", timing=TIMING) as bench:
+    with FaultBench(transport, large=phase == "during the write", timing=PATIENT) as bench:
         bench.warm()
         if phase == "during the write":
             begin_write(bench)
         else:
             _opened(bench)
         since = bench.consumer.kill()
+        if phase == "pull waits":
+            # Publication finds the loss noticed; in the other phases the write does.
+            noticed = wait_until(lambda: bench.said_event("producer", "ConsumerLost"), seconds=10)
+            assert noticed, "the producer did not notice that its consumer died"
         if phase != "during the write":
             bench.publish()
         bench.producer_back(since, seen, seconds=40)
@@ -173,6 +210,38 @@ def consumer_restarts(transport: str, phase: str) -> Row:
         seen.noticed = max(0.0, end["at"] - since)
         seen.producer = "done"
         return bench.row("consumer restarts", f"closed and started {phase}", seen)
+
+
+def other_version(transport: str, phase: str) -> Row:
+    """In a rolling upgrade one side speaks another version of the protocol."""
+    side, kind = phase.split(", ")
+    version = (1, 9) if kind == "minor" else (2, 0)
+    seen = Seen(phase="all through")
+    with FaultBench(transport, timing=TIMING) as bench:
+        bench.warm()
+        old = bench.producer if side == "producer" else bench.consumer
+        old.close()
+        if side == "producer":
+            bench.producer = bench.start_producer(version=version)
+        else:
+            bench.consumer = bench.start_consumer(version=version)
+        bench.publish()
+        since = bench.fetch()
+        end = bench.ended(since, seen)
+        expected = "done" if kind == "minor" else "failed version-mismatch"
+        if seen.consumer != expected:
+            seen.problems.append(f"expected {expected}: {end}")
+        if kind == "major":
+            bench.producer.tell("withdraw", transfer=VICTIM)
+        bench.producer_back(since, seen)
+        if kind == "major":  # the upgrade goes on: now both speak the new version
+            other = "consumer" if side == "producer" else "producer"
+            getattr(bench, other).close()
+            setattr(bench, other, getattr(bench, f"start_{other}")(version=version))
+        bench.move()
+        spoken = f"the {side} speaks {version[0]}.{version[1]}"
+        means = f"{spoken}; a transfer after both do" if kind == "major" else spoken
+        return bench.row(f"another {kind} version", means, seen)
 
 
 def closed_while_writing(transport: str, phase: str) -> Row:

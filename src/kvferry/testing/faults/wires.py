@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import zmq
 
 from kvferry.testing.fault_bench import VICTIM, FaultBench, Row, Seen
-from kvferry.testing.faults.processes import begin_write
+from kvferry.testing.faults.processes import PATIENT, begin_write
 from kvferry.testing.ports import free_port
 from kvferry.testing.relay import Front, Relay, Weather
 
@@ -72,7 +72,7 @@ def bad_weather(transport: str, phase: str) -> Row:
 def relay_cut(transport: str, phase: str) -> Row:
     """The connection breaks while the write is under way; both engines live."""
     seen = Seen(phase=phase)
-    with FaultBench(transport, large=phase == "during the write", timing={"publish": 15.0, "pull": 20.0}) as bench:
+    with FaultBench(transport, large=phase == "during the write", timing=PATIENT) as bench:
         with _relayed(bench, Weather()) as relay:
             bench.warm()
             if phase == "during the write":

@@ -1,0 +1,97 @@
+"""The consumer's half of integrity on request: asks for digests in its pulls, and compares before a fetch may end.
+
+``verify`` is the consumer's option; a producer that can answers whoever asks. A consumer that asks is never left
+without: a producer that cannot make digests (an older kvferry, vLLM's own connector, memory of a device) is refused
+when it is found, and an answer without them is a mismatch.
+
+A pull is checked when its producer names it as served: every byte of it is in place then, and nothing else writes into
+these cells. Only after that does the machine hear of the answer, so no request goes on before its pages are checked.
+"""
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from msgspec import structs
+
+from kvferry.errors import ConfigError, ConfigReason, ProtocolReason, RemoteProtocolError
+from kvferry.plan import BlockTable, Plan, TransferRequest
+from kvferry.protocol import Reply, ReplyExtension, Status, VerifyAsk
+from kvferry.runtime.binding import block_tables
+from kvferry.runtime.producers import RemoteEngine
+from kvferry.runtime.pulling import Pulled
+from kvferry.runtime.sides import Local
+from kvferry.runtime.verify import FEATURE, SAMPLE_EVERY, Hashers, Job, Wrong, can_verify, compare
+
+VerifyMode = Literal["off", "sample", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Pages that were compared and are right."""
+
+    pages: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: "Verified") -> "Verified":
+        return Verified(self.pages + other.pages, self.nbytes + other.nbytes, self.seconds + other.seconds)
+
+
+def still_busy(reply: Reply) -> Reply:
+    """An answer that names nothing yet, from the one that names a pull as served: its pages are being compared."""
+    ours = reply.kvferry
+    if isinstance(ours, ReplyExtension):
+        ours = structs.replace(ours, parts=(), failed=(), digests={})
+    return structs.replace(reply, status=Status.CONTINUE, ok_reqs=None, err_reqs=None, kvferry=ours)
+
+
+class Checker:
+    """What one consumer rank verifies, and how."""
+
+    def __init__(
+        self, local: Local, mode: VerifyMode, *, seed: Callable[[], int] = lambda: secrets.randbits(63)
+    ) -> None:
+        if mode != "off" and not can_verify(local.placement):
+            raise ConfigError(
+                ConfigReason.INVALID_VALUE,
+                f"option verify is {mode!r}, but the cache of rank {local.index} is not in CPU memory, and pages are "
+                "compared by reading them there",
+            )
+        self._local = local
+        self._mode = mode
+        self._seed = seed
+        self._hashers = Hashers()
+
+    def demand(self, engine: RemoteEngine) -> None:
+        """Refuse a producer that cannot give what is asked for here."""
+        if self._mode != "off" and FEATURE not in engine.features:
+            raise RemoteProtocolError(
+                ProtocolReason.INCOMPATIBLE_PEER,
+                f"verify is {self._mode!r} here, and producer {engine.incarnation} cannot make digests of its pages: "
+                "it is an older kvferry, vLLM's own connector, or its cache is not in CPU memory",
+            )
+
+    def ask(self) -> VerifyAsk | None:
+        """What to ask of a producer rank in a new pull."""
+        if self._mode == "off":
+            return None
+        return VerifyAsk(every=1 if self._mode == "full" else SAMPLE_EVERY, seed=self._seed())
+
+    async def check(self, plan: Plan, rank: int, pulled: Pulled, reply: Reply) -> Verified | Wrong:
+        """Compare what producer ``rank`` says that it sent with what is here."""
+        assert pulled.verify is not None, "only pulls that asked are checked"  # noqa: S101
+        began = time.perf_counter()
+        nothing = tuple(BlockTable.empty() for _ in plan.producers[rank].groups)
+        request = TransferRequest(pulled.span.start, pulled.span.stop, nothing, block_tables(pulled.tables))
+        job = Job(plan, (rank, self._local.index), request, pulled.verify)
+        here = await self._hashers.digests(job, side="consumer", binding=self._local.binding)
+        sent = reply.kvferry.digests if isinstance(reply.kvferry, ReplyExtension) else {}
+        wrong = compare(job, here, sent.get(pulled.request, b""))
+        return wrong or Verified(here.pages, here.nbytes, time.perf_counter() - began)
+
+    async def close(self) -> None:
+        """Wait for what is under way."""
+        await self._hashers.close()

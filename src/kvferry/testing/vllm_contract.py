@@ -1,0 +1,309 @@
+"""What kvferry needs of a vLLM release, read from the release's source, and kept as a small file.
+
+A release's *contract* is: the methods of the classes that a connector derives from (parameters, whether they must be
+written, and a digest of what their text and default say), and the parts of vLLM that ``kvferry.vllm`` imports or looks
+at. It is read by parsing source, so a wheel can be looked at that was never installed and fits no machine of ours.
+
+``make contract RELEASE=0.33.0`` fetches that release's wheel, without its dependencies, and writes its file to
+``tests/vllm/contract``. Tests compare the installed vLLM with the file of its version, our connector with every file,
+and each file with the one before it: what is new there must have been looked at by somebody.
+"""
+
+import ast
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+import kvferry
+
+BASE: Final = "distributed/kv_transfer/kv_connector/v1/base.py"
+
+CONNECTOR_CLASSES: Final = (
+    "KVConnectorBase_V1",
+    "SupportsHMA",
+    "KVConnectorMetadata",
+    "KVConnectorHandshakeMetadata",
+    "KVConnectorWorkerMetadata",
+    "KVConnectorTransferResults",
+)
+"""What a connector is made of, all in one file."""
+
+LOOKED_AT: Final = {
+    "v1/request.py": ("Request", "RequestStatus"),
+    "v1/outputs.py": ("KVConnectorOutput",),
+    "v1/core/block_pool.py": ("BlockPool",),
+    "v1/core/kv_cache_manager.py": ("KVCacheBlocks",),
+    "v1/core/kv_cache_utils.py": ("KVCacheBlock",),
+    "v1/kv_cache_interface.py": (
+        "KVCacheConfig",
+        "KVCacheGroupSpec",
+        "KVCacheTensor",
+        "KVCacheSpec",
+        "AttentionSpec",
+        "FullAttentionSpec",
+        "SlidingWindowSpec",
+        "ChunkedLocalAttentionSpec",
+        "MLAAttentionSpec",
+        "MambaSpec",
+        "CircularBufferSpec",
+    ),
+    "v1/metrics/cache_hit_source.py": ("CacheHitSource",),
+    "config/kv_transfer.py": ("KVTransferConfig",),
+    "config/parallel.py": ("ParallelConfig",),
+    "distributed/kv_transfer/kv_connector/v1/metrics.py": ("KVConnectorPromMetrics", "KVConnectorStats"),
+}
+"""Classes whose members are used here, by file."""
+
+OURS: Final = Path(kvferry.__file__).parent / "vllm"
+"""The only room that imports vLLM."""
+
+Sources = Callable[[str], str | None]
+"""The text of a file of the package, by its path in it; ``None`` where there is none."""
+
+
+class Parameter(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One parameter of a method."""
+
+    name: str
+    kind: str = ""
+    """Empty for a plain one, else ``keyword``, ``*`` or ``**``."""
+    has_default: bool = False
+
+
+class Method(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One method of a class that connectors derive from."""
+
+    parameters: tuple[Parameter, ...]
+    must_be_written: bool = False
+    """Whether it is abstract."""
+    kind: str = ""
+    """``classmethod``, ``staticmethod``, ``property`` or nothing."""
+    says: str = ""
+    """Digest of its text: another text, another meaning."""
+    does: str = ""
+    """Digest of what it does when it is not overridden."""
+
+
+class Contract(msgspec.Struct, frozen=True):
+    """What one release offers and asks."""
+
+    release: str
+    connector: dict[str, dict[str, Method]]
+    """Methods by class."""
+    members: dict[str, tuple[str, ...]]
+    """Names of the members of the classes that are looked at, by class."""
+    imports: tuple[str, ...]
+    """What ``kvferry.vllm`` imports of it and what is there, as ``module:name``."""
+
+
+def read_contract(release: str, sources: Sources) -> Contract:
+    """The contract of a release whose files ``sources`` gives."""
+    base = _classes(sources, BASE)
+    return Contract(
+        release,
+        {name: _methods(base[name]) for name in CONNECTOR_CLASSES if name in base},
+        {
+            name: tuple(sorted(set(_members(node))))
+            for path, names in LOOKED_AT.items()
+            for name, node in _classes(sources, path).items()
+            if name in names
+        },
+        tuple(sorted({f"{module}:{name}" for module, name in imported_names(OURS) if defines(sources, module, name)})),
+    )
+
+
+def installed_sources() -> Sources:
+    """Of the vLLM that this interpreter would import."""
+    import importlib.util
+
+    found = importlib.util.find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        raise ModuleNotFoundError("vllm is not installed")
+    root = Path(next(iter(found.submodule_search_locations)))
+    return lambda path: (root / path).read_text() if (root / path).exists() else None
+
+
+def wheel_sources(wheel: Path) -> Sources:
+    """Of a wheel file."""
+    archive = zipfile.ZipFile(wheel)
+    names = set(archive.namelist())
+    return lambda path: archive.read(f"vllm/{path}").decode() if f"vllm/{path}" in names else None
+
+
+def imported_names(folder: Path) -> Iterator[tuple[str, str]]:
+    """Each (module, name) that the files of ``folder`` import from vLLM."""
+    for file in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                yield from ((str(node.module), alias.name) for alias in node.names)
+
+
+def defines(sources: Sources, module: str, name: str) -> bool:
+    """Whether a module of the release has this name: defined there, imported there, or a module of its own."""
+    stem = "/".join(module.split(".")[1:])
+    candidates = [f"{stem}.py", f"{stem}/__init__.py"] if stem else ["__init__.py"]
+    inside = [f"{stem}/{name}.py", f"{stem}/{name}/__init__.py"] if stem else [f"{name}.py", f"{name}/__init__.py"]
+    if any(sources(path) is not None for path in inside):
+        return True
+    return any(name in _names(text) for path in candidates if (text := sources(path)) is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that two releases have differently."""
+
+    place: str
+    what: str
+
+
+def differences(old: Contract, new: Contract) -> Iterator[Difference]:
+    """What a connector's author must look at when ``new`` follows ``old``; members that are only more are nothing."""
+    for owner in sorted(old.connector.keys() | new.connector.keys()):
+        before, after = old.connector.get(owner, {}), new.connector.get(owner, {})
+        for name in sorted(before.keys() | after.keys()):
+            if before.get(name) != after.get(name):
+                yield Difference(f"{owner}.{name}", _change(before.get(name), after.get(name)))
+    for owner in sorted(old.members):
+        for name in sorted(set(old.members[owner]) - set(new.members.get(owner, ()))):
+            yield Difference(f"{owner}.{name}", "gone")
+
+
+def _change(before: Method | None, after: Method | None) -> str:
+    if before is None or after is None:
+        return "new" if before is None else "gone"
+    changed = [field for field in Method.__struct_fields__ if getattr(before, field) != getattr(after, field)]
+    return "changed: " + ", ".join(changed)
+
+
+# ------------------------------------------------------------------------------------------------ reading source
+
+
+def _classes(sources: Sources, path: str) -> dict[str, ast.ClassDef]:
+    text = sources(path)
+    tree = ast.parse(text) if text is not None else ast.Module([], [])
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def our_connector() -> dict[str, Method]:
+    """The methods of ``FerryConnector``, read in the same way."""
+    return _methods(_classes(lambda path: (OURS / path).read_text(), "connector.py")["FerryConnector"])
+
+
+def _methods(owner: ast.ClassDef) -> dict[str, Method]:
+    return {node.name: _method(node) for node in owner.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def _method(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Method:
+    marks = {ast.unparse(mark).split(".")[-1] for mark in node.decorator_list}
+    body = [one for one in node.body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))]
+    return Method(
+        tuple(_parameters(node.args)),
+        must_be_written="abstractmethod" in marks,
+        kind=next((kind for kind in ("classmethod", "staticmethod", "property") if kind in marks), ""),
+        says=_digest(" ".join((ast.get_docstring(node) or "").split())),
+        does=_digest("\n".join(ast.dump(one) for one in body)),
+    )
+
+
+def _parameters(args: ast.arguments) -> Iterator[Parameter]:
+    plain = [*args.posonlyargs, *args.args]
+    first_default = len(plain) - len(args.defaults)
+    for place, arg in enumerate(plain):
+        yield Parameter(arg.arg, has_default=place >= first_default)
+    if args.vararg is not None:
+        yield Parameter(args.vararg.arg, "*")
+    for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        yield Parameter(arg.arg, "keyword", default is not None)
+    if args.kwarg is not None:
+        yield Parameter(args.kwarg.arg, "**")
+
+
+def _members(owner: ast.ClassDef) -> Iterator[str]:
+    """Fields, methods, and what ``__init__`` sets; inherited ones are the base's."""
+    for node in owner.body:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                yield node.name
+                if node.name == "__init__":
+                    yield from _set_on_self(node)
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
+            case ast.Assign(targets=targets):
+                yield from (target.id for target in targets if isinstance(target, ast.Name))
+            case _:
+                continue
+
+
+def _set_on_self(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+    for inner in ast.walk(node):
+        match inner:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                yield name
+            case _:
+                continue
+
+
+def _names(text: str) -> set[str]:
+    """All names that a module's text binds, at whatever depth: lazy modules bind theirs in tables."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.alias(name=name, asname=None):
+                found.add(name)
+            case ast.alias(asname=str(name)) | ast.Name(id=name, ctx=ast.Store()) | ast.Constant(value=str(name)):
+                found.add(name)
+            case _:
+                continue
+    return found
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def fetch_wheel(release: str, folder: Path) -> Path:
+    """Download the wheel of a release, without its dependencies, whatever Python and platform it is for."""
+    platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in (28, 31, 34, 35)]
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", *platforms]
+    command += ["--platform", "manylinux1_x86_64", "--python-version", "3.12", "--implementation", "cp"]
+    command += ["--abi", "cp38", "--abi", "abi3", "--abi", "cp312", "-d", str(folder), f"vllm=={release}"]
+    subprocess.run(command, check=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def write_contract(contract: Contract, folder: Path) -> Path:
+    """One file for each release."""
+    path = folder / f"vllm-{contract.release}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(contract, order="sorted"), indent=1) + b"\n")
+    return path
+
+
+def read_file(path: Path) -> Contract:
+    """The contract in a file."""
+    return msgspec.json.decode(path.read_bytes(), type=Contract)
+
+
+def main() -> None:
+    """``python -m kvferry.testing.vllm_contract FOLDER RELEASE...``"""
+    folder, releases = Path(sys.argv[1]), sys.argv[2:]
+    for release in releases:
+        with tempfile.TemporaryDirectory(prefix="kvferry-contract-") as place:
+            contract = read_contract(release, wheel_sources(fetch_wheel(release, Path(place))))
+        sys.stdout.write(f"{write_contract(contract, folder)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Upstream's pairing of ranks and its block lists without positions, against plain loops that do what it does."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.errors import RemoteProtocolError
+from kvferry.protocol import Span, Table
+from kvferry.protocol.upstream import (
+    GroupRule,
+    list_blocks,
+    paired_ranks,
+    paired_stages,
+    place_lists,
+    pulls_awaited,
+    span_of,
+)
+
+SIZES = [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize("consumers", SIZES)
+@pytest.mark.parametrize("producers", SIZES)
+def test_pairing_is_the_same_seen_from_both_sides(producers: int, consumers: int) -> None:
+    seen = {(p, c) for c in range(consumers) for p in paired_ranks(c, consumers, others=producers)}
+    served = {(p, c) for p in range(producers) for c in paired_ranks(p, producers, others=consumers)}
+    assert seen == served
+    assert {p for p, _ in seen} == set(range(producers))
+    assert {c for _, c in seen} == set(range(consumers))
+
+
+def test_sizes_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="divide"):
+        paired_ranks(0, 3, others=2)
+
+
+def test_stages_and_how_many_pulls_a_producer_rank_serves() -> None:
+    assert paired_stages(1, 2, others=2) == (1,)
+    assert paired_stages(0, 1, others=2) == (0, 1)
+    assert pulls_awaited(2, consumer_stages=1, producer_stages=2) == 2
+    assert pulls_awaited(2, consumer_stages=2, producer_stages=2) == 2
+    assert pulls_awaited(2, consumer_stages=2, producer_stages=1) == 4
+
+
+def upstream_pairs(sent: list[int], wanted: list[int]) -> list[tuple[int, int]]:
+    """What its producer makes of two lists: the last blocks of both, in order."""
+    assert len(sent) >= len(wanted)
+    return list(zip(sent[len(sent) - len(wanted) :], wanted, strict=True))
+
+
+prompts = st.integers(1, 300)
+sizes = st.sampled_from([1, 4, 16, 64])
+
+
+@given(tokens=prompts, size=sizes, data=st.data())
+def test_a_list_gets_the_positions_that_upstream_pairs_it_with(tokens: int, size: int, data: st.DataObject) -> None:
+    entries = -(-tokens // size)
+    cached = data.draw(st.integers(0, entries))
+    wanted = list(range(100, 100 + entries - cached))
+    (table,) = place_lists([wanted], [GroupRule(size)], tokens)
+    assert table.first_token is not None
+    placed = {block: (table.first_token + index * size) // size for index, block in enumerate(table.blocks)}
+    for sent, block in upstream_pairs(list(range(entries)), wanted):
+        assert placed[block] == sent
+
+
+@given(tokens=prompts, size=sizes, left_one=st.booleans(), data=st.data())
+def test_a_table_gets_the_list_that_upstream_pairs_by_position(
+    tokens: int, size: int, left_one: bool, data: st.DataObject
+) -> None:
+    stop = tokens - left_one
+    held = -(-stop // size)
+    first = data.draw(st.integers(0, held))
+    table = Table(first * size, tuple(range(100 + first, 100 + held)))
+    (wanted,) = list_blocks([table], [GroupRule(size)], tokens=tokens)
+    if not table.blocks:
+        assert wanted == ()
+        return
+    for sent, block in upstream_pairs(list(range(-(-tokens // size))), list(wanted)):
+        assert block == 100 + sent if sent < held else block == 0
+
+
+@given(tokens=st.integers(1, 300), window=st.integers(1, 200), pieces=st.sampled_from([1, 2, 4]))
+def test_a_window_lists_no_more_than_upstream_keeps(tokens: int, window: int, pieces: int) -> None:
+    size = 16
+    entries = -(-tokens // (size * pieces)) * pieces
+    skipped = max(0, tokens - window + 1) // size
+    table = Table(0, (*[None] * skipped, *range(100 + skipped, 100 + entries)))
+    (wanted,) = list_blocks([table], [GroupRule(size, window=window)], tokens=tokens)
+    kept = [*range(-(-tokens // size))][-(-(-window // size) + 1) :]
+    for sent, block in upstream_pairs(kept, list(wanted)):
+        assert block == 100 + sent
+    assert len(wanted) * size >= min(window - 1, tokens)  # what the next token attends to
+
+
+def test_states_are_one_block_without_position() -> None:
+    rule = GroupRule(576, is_state=True)
+    assert place_lists([[0, 0, 7]], [rule], 50) == (Table(None, (7,)),)
+    assert list_blocks([Table(0, (None, 7))], [rule], tokens=50) == ((7,),)
+    with pytest.raises(RemoteProtocolError, match="one state"):
+        place_lists([[6, 7]], [rule], 50)
+
+
+@pytest.mark.parametrize("lists", [[[1, 2, 3]], [[1], [2]], []])
+def test_what_cannot_be_the_end_of_the_prompt_is_refused(lists: list[list[int]]) -> None:
+    with pytest.raises(RemoteProtocolError):
+        place_lists(lists, [GroupRule(16)], 32)
+
+
+def test_the_span_is_what_full_attention_lacks() -> None:
+    full, window = GroupRule(16), GroupRule(16, window=20)
+    tables = (Table(32, (5, 6)), Table(48, (7,)))
+    assert span_of(tables, (full, window), Span(0, 63)) == Span(32, 63)
+    assert span_of((Table(48, (7,)),), (window,), Span(0, 63)) == Span(48, 63)
+    assert span_of((Table(None, (7,)),), (GroupRule(16, is_state=True),), Span(0, 63)) == Span(0, 63)
+    with pytest.raises(RemoteProtocolError, match="different positions"):
+        span_of(tables, (full, full), Span(0, 63))

@@ -1,0 +1,166 @@
+"""What peers can say wrongly beyond the decoders: each is refused with an answer, and nothing of it stays behind."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvferry.control import Directory, RankCard, Registration
+from kvferry.control.bootstrap_client import read_listing
+from kvferry.control.directory import RANKS
+from kvferry.control.hello import check_greeting
+from kvferry.errors import ProtocolReason, RemoteProtocolError
+from kvferry.ids import RequestId, TransferId
+from kvferry.layout import bind_layout, encode_placement
+from kvferry.protocol import (
+    VERSION,
+    LayoutAnswer,
+    LayoutAsk,
+    Note,
+    Pull,
+    PullExtension,
+    Reply,
+    ReplyExtension,
+    Side,
+    Span,
+    Status,
+    Table,
+    encode,
+    make_hello_answer,
+)
+from kvferry.runtime.producers import RemoteEngine, RemoteRank
+from kvferry.runtime.pulling import Pulled, PullMaker
+from kvferry.testing.example_layouts import token_major
+
+from .loopback import SOURCE, Joined, join
+from .test_loopback import answer_to
+
+
+@pytest.fixture
+def pair() -> Any:
+    joined = join([token_major(0, 4, 0)], token_major(0, 4, 0))
+    yield joined
+    joined.close()
+
+
+def a_pull(pair: Joined, **changes: Any) -> Pull:
+    """A right pull of this consumer, then changed in its extension."""
+    producer, consumer = pair.wire.locals[0], pair.consumer._local
+    rank = RemoteRank("0", producer.placement.fingerprint, "memory", "x")
+    engine = RemoteEngine(producer.incarnation, producer.model, (rank,))
+    pulled = Pulled(RequestId("r"), TransferId("t"), Span(0, 8), (Table(0, (1, 2)),))
+    receiver = pair.hub.transport()
+    pull = PullMaker(consumer, "127.0.0.1").pull(pulled, engine, 0, receiver=receiver, inline=True)
+    assert isinstance(pull.kvferry, PullExtension)
+    return msgspec.structs.replace(pull, kvferry=msgspec.structs.replace(pull.kvferry, **changes))
+
+
+def refusal(pair: Joined, message: object) -> str:
+    reply = answer_to(pair, message)
+    assert reply.status is Status.ERROR
+    assert isinstance(reply.kvferry, ReplyExtension)
+    assert not pair.producers[0]._pulls
+    return reply.kvferry.reason or ""
+
+
+def test_a_hole_outside_its_list_is_refused_and_nothing_waits(pair: Joined) -> None:
+    pull = a_pull(pair)
+    positions = pull.kvferry.requests["r"]  # type: ignore[union-attr]
+    wrong = msgspec.structs.replace(positions, nulls=((7,),))
+    assert refusal(pair, a_pull(pair, requests={"r": wrong})) == ProtocolReason.MALFORMED
+
+
+def test_a_placement_under_another_name_is_refused_before_it_is_built(pair: Joined) -> None:
+    name = "0" * 64
+    other = encode_placement(pair.wire.locals[0].placement)
+    side = replace_side(a_pull(pair), (name,))
+    assert refusal(pair, a_pull(pair, consumer=side, placements={name: other})) == ProtocolReason.MALFORMED
+    assert refusal(pair, a_pull(pair, consumer=side, placements={name: b"\xdd\xff\xff\xff\xff"})) == (
+        ProtocolReason.MALFORMED
+    )
+
+
+def replace_side(pull: Pull, fingerprints: tuple[str, ...]) -> Side:
+    assert isinstance(pull.kvferry, PullExtension)
+    return msgspec.structs.replace(pull.kvferry.consumer, fingerprints=fingerprints)
+
+
+def test_placements_that_nobody_named_are_not_kept(pair: Joined) -> None:
+    """A pull may carry thousands of them; only those of its own side are looked at."""
+    many = {f"{number:064x}": b"junk" for number in range(3000)}
+    named = a_pull(pair).kvferry
+    assert isinstance(named, PullExtension)
+    pull = a_pull(pair, placements=many | named.placements)
+    pair.call(pair.producers[0].on_message, b"stranger", encode(pull))
+    assert len(pair.producers[0]._pulls) == 1
+    assert len(pair.producers[0]._plans.missing(many)) == len(many)
+
+
+@pytest.mark.parametrize(
+    "bases",
+    [(), (0, 0), ((1 << 63) - 1,), ((1 << 63) - 4096,)],
+    ids=["none", "too many", "at the end", "past the end"],
+)
+def test_bases_that_are_no_binding_are_refused(pair: Joined, bases: tuple[int, ...]) -> None:
+    assert refusal(pair, a_pull(pair, bases=bases)) == ProtocolReason.PLAN_REFUSED
+
+
+def test_a_layout_ask_is_answered_with_our_own_placements_each_once(pair: Joined) -> None:
+    own = pair.wire.locals[0].placement.fingerprint
+    pair.producers[0]._plans.learn(*_foreign())
+    asked = (own,) * 5000 + (_foreign()[0], "nobody's")
+    reply = answer_to(pair, Note(LayoutAsk(VERSION, 1, asked)))
+    assert isinstance(reply.kvferry, LayoutAnswer)
+    assert list(reply.kvferry.placements) == [own]
+    assert len(encode(reply)) < 10_000
+
+
+def _foreign() -> tuple[str, bytes]:
+    placement = bind_layout(token_major(0, 2, 0)).placement
+    return placement.fingerprint, encode_placement(placement)
+
+
+def test_a_consumer_keeps_no_placement_that_it_did_not_ask_for(pair: Joined) -> None:
+    async def answers(rank: RemoteRank, fingerprints: tuple[str, ...]) -> dict[str, bytes]:
+        name, data = _foreign()
+        own = pair.wire.locals[0].placement
+        return {own.fingerprint: encode_placement(own), name: data}
+
+    pair.wire.placements = answers  # type: ignore[method-assign]
+    engine = pair.thread.run(pair.wire.find(SOURCE), timeout=5)
+    pair.thread.run(pair.consumer._plan_with(engine), timeout=5)
+    assert pair.consumer._plans.missing([_foreign()[0]])
+
+
+def test_a_hello_answer_of_a_rank_that_is_not_there_is_refused() -> None:
+    answer = make_hello_answer(Side("p", "e", 3, ("f",)), transport="cma", transport_address="x")
+    with pytest.raises(RemoteProtocolError) as caught:
+        check_greeting(answer, "tcp://127.0.0.1:1")
+    assert caught.value.reason is ProtocolReason.MALFORMED
+    check_greeting(Reply(Status.ERROR, err_msg="upstream's word"), "tcp://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("workers", [{}, {"0": {}}, {"0": {"0": "tcp://a:1"}, "1": {}}, {"5": {"0": "tcp://a:1"}}])
+def test_a_listing_without_a_grid_of_ranks_is_refused(workers: dict[str, Any]) -> None:
+    body = msgspec.json.encode({"0": {"engine_id": "p", "worker_addr": workers}})
+    with pytest.raises(RemoteProtocolError) as caught:
+        read_listing(body, "http://x")
+    assert caught.value.reason is ProtocolReason.MALFORMED
+
+
+def test_secure_addresses_are_addresses_too() -> None:
+    card = RankCard(VERSION, "e", 1, 1, "f", secure="http://10.0.0.1/x")
+    with pytest.raises(RemoteProtocolError):
+        Directory().register(Registration("p", 0, 0, 0, "tcp://127.0.0.1:1", card))
+
+
+def test_the_directory_does_not_grow_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.control.directory.RANKS", 40)
+    directory = Directory()
+    for rank in range(40):
+        directory.register(Registration("p", 0, rank, 0, "tcp://127.0.0.1:1"))
+    with pytest.raises(RemoteProtocolError) as caught:
+        directory.register(Registration("p", 0, 40, 0, "tcp://127.0.0.1:1"))
+    assert caught.value.reason is ProtocolReason.LIMIT_EXCEEDED
+    directory.register(Registration("p", 0, 7, 0, "tcp://127.0.0.1:1"))
+    assert RANKS > 40
