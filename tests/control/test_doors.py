@@ -242,3 +242,8 @@ def test_a_crowd_of_strangers_fills_no_log(caplog: pytest.LogCaptureFixture) -> 
     assert 8 <= len(lines) <= 20
     assert "10.6.6.6" in lines[0]
     assert "(512 so far)" in lines[-1]
+
+
+@pytest.mark.parametrize("credentials", [[], [b""], [b"x" * 31], [bytes(32)], [bytes(33)], [bytes(32), bytes(32)]])
+def test_keys_of_any_length_are_judged(credentials: list[bytes]) -> None:
+    assert SecureDoor(KEYS).refusal("10.6.6.6", b"CURVE", credentials) is not None

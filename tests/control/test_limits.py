@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 
 import msgspec
 import zmq
@@ -71,3 +72,50 @@ def test_a_consumer_that_reads_nothing_is_lost_to_its_producer_and_others_are_se
         await listener.close()
 
     asyncio.run(main())
+
+
+def test_a_producer_that_is_thousands_of_pulls_behind_is_not_lost() -> None:
+    """Heartbeats are read behind what came before them, so the queue of unread pulls must not fill in an overload."""
+    options = SocketOptions(heartbeat=0.1, silence=0.5)
+    heard: list[bytes] = []
+    go_on, listening, over = (threading.Event() for _ in range(3))
+    found: list[str] = []
+
+    def take(connection: bytes, data: bytes) -> None:
+        heard.append(data)
+        if len(heard) == 1:
+            go_on.wait(30)  # the loop is busy: nothing is read meanwhile
+
+    async def serve() -> None:
+        listener = Listener(on_message=take, on_lost=lambda _: None, options=options)
+        found.append(await listener.start(HOST))
+        listening.set()
+        while not over.is_set():  # noqa: ASYNC110 - set by another thread
+            await asyncio.sleep(0.01)
+        await listener.close()
+
+    async def pull() -> None:
+        lost: list[int] = []
+        links: Links[int] = Links(on_reply=lambda *_: None, on_lost=lost.append, options=options)
+        for number in range(5_000):
+            links.pull(number, found[0], b"pull", number=number)
+            if number % 100 == 0:
+                await asyncio.sleep(0)
+        await asyncio.sleep(4 * options.silence)
+        assert lost == []
+        go_on.set()
+        async with asyncio.timeout(30):
+            while len(heard) < 5_000:  # noqa: ASYNC110 - filled by another thread
+                await asyncio.sleep(0.01)
+        assert lost == []
+        await links.close()
+
+    server = threading.Thread(target=asyncio.run, args=(serve(),))
+    server.start()
+    try:
+        assert listening.wait(10)
+        asyncio.run(pull())
+    finally:
+        go_on.set()
+        over.set()
+        server.join(10)

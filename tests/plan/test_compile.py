@@ -511,14 +511,15 @@ def test_one_call_checks_and_binds_a_pair() -> None:
         plan.bind(TransferRequest(0, 4, (table([8]),), (table([3]),)), 1, 0, src=sources[1].binding, dst=binding)
 
 
-def test_a_binding_of_another_worker_is_refused() -> None:
+@pytest.mark.parametrize("bases", [(0, 4096), ()])
+def test_a_binding_of_another_worker_is_refused(bases: tuple[int, ...]) -> None:
     ends = [bind_layout(worker([page("l0", tokens=4, nbytes=8)])) for _ in range(2)]
     pair = compile_plan([ends[0].placement], [ends[1].placement]).pair(0, 0)
     assert pair is not None
     request = TransferRequest(0, 4, (table([1]),), (table([1]),))
-    right, wrong = ends[0].binding, Binding((0, 4096))
+    right, wrong = ends[0].binding, Binding(bases)
     for src, dst in ((wrong, right), (right, wrong)):
-        with pytest.raises(PlanError, match="2 bases, the placement 1 storages"):
+        with pytest.raises(PlanError, match=f"{len(bases)} bases, the placement 1 storages"):
             pair.bind(request, src=src, dst=dst)
 
 

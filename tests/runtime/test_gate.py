@@ -182,6 +182,7 @@ def test_a_fetch_that_is_cancelled_while_it_waits_ends_once_and_gives_its_blocks
     device.done = True
     assert pair.end().outcome.fate is Fate.ABORTED
     wait_until(lambda: pair.consumer.take_quiet() == [Ticket(1)])
+    wait_until(lambda: pair.producer.take_quiet() == [Ticket(1)])  # it was told that nobody will come
     assert not pair.target.bytes.any()
 
 

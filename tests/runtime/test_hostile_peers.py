@@ -25,12 +25,14 @@ from kvferry.protocol import (
     Span,
     Status,
     Table,
+    decode_inbound,
     encode,
     make_hello_answer,
 )
 from kvferry.runtime.producers import RemoteEngine, RemoteRank
 from kvferry.runtime.pulling import Pulled, PullMaker
 from kvferry.testing.example_layouts import token_major
+from kvferry.testing.fuzz_targets import read_upstream, targets
 
 from .loopback import SOURCE, Joined, join
 from .test_loopback import answer_to
@@ -164,3 +166,18 @@ def test_the_directory_does_not_grow_without_bound(monkeypatch: pytest.MonkeyPat
     assert caught.value.reason is ProtocolReason.LIMIT_EXCEEDED
     directory.register(Registration("p", 0, 7, 0, "tcp://127.0.0.1:1"))
     assert RANKS > 40
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"block_lens": (0, 2048)}, {"kv_block_lens": (2048, 0)}, {"block_lens": (-(1 << 63), 2048)}]
+    + [{"kv_caches_base_addr": (-4096, 4096)}],
+)
+def test_a_pull_in_upstreams_form_with_impossible_tensors_is_refused(changes: dict[str, Any]) -> None:
+    (good, *_) = next(one.good for one in targets() if one.name == "upstream pull")
+    read_upstream(good)
+    message = decode_inbound(good)
+    assert isinstance(message, Pull)
+    with pytest.raises(RemoteProtocolError) as caught:
+        read_upstream(encode(msgspec.structs.replace(message, **changes)))
+    assert caught.value.reason is ProtocolReason.MALFORMED

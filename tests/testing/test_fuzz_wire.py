@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import time
 from collections.abc import Callable
 
@@ -95,7 +96,7 @@ def test_memory_beyond_the_limit_is_a_finding_of_any_input(monkeypatch: pytest.M
 def test_a_reader_that_takes_the_process_down_is_a_finding_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def die(_: bytes) -> None:
         if os.getpid() != parent and fuzz_wire_seed() == 3:
-            os.abort()
+            os.kill(os.getpid(), signal.SIGKILL)
 
     parent = os.getpid()
     seen: list[int] = []

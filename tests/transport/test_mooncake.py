@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,20 @@ class TestEngine:
         with pytest.raises(TransportError) as refusal:
             MooncakeTransport("127.0.0.1", protocol=protocol)
         assert refusal.value.reason is TransportReason.WRONG_PROTOCOL
+
+    def test_the_threads_device_is_chosen_before_and_after_the_engine_starts_and_in_its_lanes(
+        self, bench: ProcessBench
+    ) -> None:
+        entered: list[str] = []
+        link = Link(bench, MIB)
+        writer = MooncakeTransport("127.0.0.1", enter_thread=lambda: entered.append(threading.current_thread().name))
+        here = threading.current_thread().name
+        assert entered == [here, here]
+        writer.register([Region(link.source.ctypes.data, MIB)])
+        peer = writer.open_peer(link.receiver.address, link.receiver.regions)
+        assert done(writer.submit(peer, link.rows(*pages(4))))
+        assert [name.startswith("kvferry-lane-") for name in entered] == [False, False, True]
+        writer.close()
 
     def test_a_devices_memory_is_refused_by_an_engine_that_does_not_know_devices(self) -> None:
         import mooncake.engine

@@ -9,7 +9,7 @@ from kvferry.errors import ConfigError
 from kvferry.ids import EngineId, Incarnation
 from kvferry.layout import Group, bind_layout
 from kvferry.runtime import Local
-from kvferry.runtime.checkup import Deployment, LocalAddress, mooncake_version
+from kvferry.runtime.checkup import LocalAddress, mooncake_version
 from kvferry.testing.layouts import page, side_by_side, worker
 from kvferry.vllm.config import parse_config
 from kvferry.vllm.deployment import deployment_of
@@ -67,7 +67,8 @@ def test_a_private_network_that_is_not_private_is_refused_at_the_start() -> None
 
 def test_what_vllm_detects_counts_where_no_option_does() -> None:
     assert deployment_of(parse_config({}), detected_host="10.0.0.3").host == "10.0.0.3"
-    assert deployment_of(parse_config({"host": "127.0.0.1"}), detected_host="10.0.0.3") == Deployment(host="127.0.0.1")
+    chosen = deployment_of(parse_config({"host": "127.0.0.1"}), detected_host="10.0.0.3")
+    assert (chosen.host, chosen.host_why) == ("127.0.0.1", "option host")
 
 
 @pytest.mark.vllm

@@ -162,3 +162,43 @@ def test_unequal_tensor_parallel_sizes(
                     assert got.finish_reason == "error"
                 else:
                     assert got.tokens == want, (first, second, length)
+
+
+@pytest.mark.parametrize("recipe", [QWEN3, GEMMA3], ids=["dense", "sliding window"])
+def test_prefixes_that_the_decode_engine_has_are_not_moved_again(
+    recipe: TinyModel, tmp_path: Path, model_folder: Path, forge: EngineForge
+) -> None:
+    """A prompt, a longer one with the same beginning, and the first one again, of which nothing is missing."""
+    model = build_model(recipe, model_folder)
+    report = tmp_path / "transfers.jsonl"
+    kinds: tuple[Kind, ...] = ("ferry", "upstream")
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    specs = [
+        member(
+            msgspec.structs.replace(Cell(recipe).spec(model, f"{kind}-{role}", 64), prefix_caching=True),
+            role,
+            kind,
+            transfer_report=str(report),
+        )
+        for kind in kinds
+        for role in roles
+    ]
+    with start_engines(specs, logs=tmp_path, forge=forge) as engines:
+        fleet = Fleet.of(engines)
+        free = {engine.spec.name: engine.inspect().free_blocks for engine in engines}
+        for first, second in (("ferry", "upstream"), ("upstream", "ferry")):
+            base = token_ids(f"from {first} to {second}, and some of it is there already; " * 20)
+            alone = fleet.engines[f"{first}-decode"]
+            pair = fleet.pair(f"{first}-prefill", f"{second}-decode")
+            cached = []
+            for number, length in enumerate((320, 577, 320, 640)):
+                want = alone.generate(base[:length], max_tokens=ANSWER, request_id=f"alone-{first}-{number}").tokens
+                got = pair.generate(base[:length], max_tokens=ANSWER, name=f"{first}-{number}")
+                assert got.decode.tokens == want, (first, second, length)
+                moved = wait_for_reports([report], [got.transfer_id], timeout=0.5)[got.transfer_id]
+                lines = moved.producer if first == "ferry" else moved.consumer
+                cached.append([line.start for line in lines if line.stop > line.start])
+            assert cached[0] == [0]
+            assert cached[1] in ([256], [320])
+        for engine in engines:
+            engine.wait_for_free_blocks(free[engine.spec.name], timeout=15)

@@ -36,8 +36,11 @@ class SocketOptions:
     max_queued: int = 10_000
     """Frames waiting for one peer; at one more it is taken as lost."""
 
-    max_unread: int = 1_000
-    """Frames of one peer that wait to be read here; then its connection waits, and others do not."""
+    max_unread: int = 10_000
+    """Frames of one peer that wait to be read here; then its connection waits, and others do not.
+
+    Heartbeats wait with it: a process that stays so far behind for as long as ``silence`` is lost to that peer. So this
+    is more than a peer has under way when all goes well."""
 
     backlog: int = 1_024
     """Connections that wait to be accepted."""

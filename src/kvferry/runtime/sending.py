@@ -25,6 +25,7 @@ from kvferry.runtime.binding import check_covered, request_for
 from kvferry.runtime.loop import LoopThread
 from kvferry.runtime.options import RuntimeOptions
 from kvferry.runtime.sides import Local
+from kvferry.runtime.tails import joined, tail_of
 from kvferry.runtime.targets import allowed_target
 from kvferry.runtime.verify import Digests, Hashers, Job
 from kvferry.runtime.writes import Writes
@@ -152,7 +153,13 @@ class Sender:
         pair = admitted.plan.pair(admitted.producer, admitted.consumer)
         if pair is None:
             return Descriptors.empty()
-        return pair.bind(request, src=self._local.binding, dst=admitted.binding, max_descriptors=self._limit)
+        rows = pair.bind(request, src=self._local.binding, dst=admitted.binding, max_descriptors=self._limit)
+        tail = tail_of(request, admitted.plan) if admitted.extension is None else None
+        if tail is None:
+            return rows
+        admitted.plan.check(tail)
+        rest = pair.bind(tail, src=self._local.binding, dst=admitted.binding, max_descriptors=self._limit)
+        return joined(rows, rest)
 
     async def _submit(self, order: _Order) -> None:
         write = order.start.write
@@ -184,7 +191,7 @@ class Sender:
         )
 
     async def _peer(self, engine: Transport, admitted: Admitted) -> Peer:
-        key = (admitted.address, admitted.binding.bases)
+        key = _key_of(admitted)
         peer = self._peers.get(key)
         if peer is None:
             address = await allowed_target(admitted.address, self._targets, transport=engine.name)
@@ -198,7 +205,7 @@ class Sender:
         if state is SubmissionState.DONE:
             self._thread.spawn(self._written(order))
             return
-        self._peers.pop((order.admitted.address, order.admitted.binding.bases), None)
+        self._peers.pop(_key_of(order.admitted), None)
         said = submission.error.message if submission.error else "the engine gave no reason"
         self._failed(order, ProtocolReason.TRANSPORT_FAILED, said, quiet=submission.quiet)
 
@@ -260,3 +267,12 @@ class Sender:
         engine = self._make()
         engine.register(self._local.regions)
         return engine
+
+
+def _key_of(admitted: Admitted) -> tuple[str, tuple[int, ...]]:
+    """A consumer as its engine is opened: where it is, and which memory it is known to have.
+
+    Of one that does not show its memory, more becomes known as it names higher blocks.
+    """
+    known = (number for region in admitted.regions for number in (region.address, region.nbytes))
+    return admitted.address, tuple(known)

@@ -81,10 +81,9 @@ class UpstreamPuller:
         return make_pull(shown, [Wanted(pulled.request, pulled.transfer, pulled.span, tables)], None)
 
     def sources(self, engine: RemoteEngine, ranks: Iterable[int]) -> dict[int, Placement]:
-        """The placements that the ranks are taken to have, where they are as ours: for digests in a report."""
+        """What the ranks are taken to hold, for digests in a report: where each stands for one of ours, the same."""
         same = engine.grid is not None and engine.grid.tp_size == self._local.tp_size
-        blocks = self._local.caches is not None and self._local.caches.peer_block_size == self._local.caches.block_size
-        return dict.fromkeys(ranks, self._local.placement) if same and blocks else {}
+        return dict.fromkeys(ranks, self._local.placement) if same else {}
 
     def _lists(self, pulled: Pulled, own: OwnCaches) -> tuple[tuple[int, ...], ...]:
         if not any(table.blocks for table in pulled.tables):

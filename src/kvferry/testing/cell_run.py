@@ -170,16 +170,26 @@ class _Run:
                     _forget_prefixes(engine)
                 answer = pair.generate(prompt.tokens, max_tokens=prompt.max_tokens, name=f"{prompt.name}-{way}")
                 problems += self._judged(reference, answer)
-                lines.append(_told(self.report, answer.transfer_id, self.cell.peer, both=way == "ours"))
+                if way == "ours" or self._tells_digests:
+                    lines.append(_told(self.report, answer.transfer_id, self.cell.peer, both=way == "ours"))
             nbytes += sum(line.bytes or 0 for line in lines[0].producer)
-            problems += [f"{prompt.name}: {p}" for p in (*lines[0].problems(), *_unlike(*lines, peer=self.cell.peer))]
+            problems += [f"{prompt.name}: {p}" for p in lines[0].problems()]
+            problems += [f"{prompt.name}: {p}" for p in _unlike(*lines, peer=self.cell.peer)]
         count = len(self.baseline.references)
         return CellResult(count, count, nbytes, tuple(problems))
+
+    @property
+    def _tells_digests(self) -> bool:
+        """Whether the kvferry end reports digests: as a consumer of upstream's, over equal sizes only."""
+        return self.cell.peer is not Peer.PREFILL or len(set(self.cell.tp.sizes)) == 1
 
     def _judged(self, reference: Reference, answer: Served) -> Iterator[str]:
         verdict = judge(reference, answer.decode, single=self.baseline.single, exact=self.baseline.model.exact)
         if not verdict.equal:
             yield f"{reference.prompt.name}: {verdict.how}: {verdict.detail}"
+        cached, tokens = answer.decode.cached_tokens, len(reference.prompt.tokens)
+        if cached < tokens - 1:  # the last one may be left to the decode engine
+            yield f"{reference.prompt.name}: the decode engine computed {tokens - cached} tokens of the prompt itself"
 
 
 def _forget_prefixes(engine: Engine) -> None:
@@ -205,14 +215,17 @@ def _our_lines(transfer: Transfer, peer: Peer) -> tuple[Line, ...]:
     return transfer.consumer if peer is Peer.PREFILL else transfer.producer
 
 
-def _unlike(ours: Transfer, theirs: Transfer, *, peer: Peer) -> Iterator[str]:
-    """Digests, pair of ranks by pair of ranks, that are not those of the transfer between kvferry engines."""
-    wanted, found = (
-        {(line.producer_rank, line.consumer_rank): line.digest for line in _our_lines(transfer, peer) if line.digest}
-        for transfer in (ours, theirs)
+def _unlike(ours: Transfer, *theirs: Transfer, peer: Peer) -> Iterator[str]:
+    """Digests that are not those of the transfer between kvferry engines.
+
+    A pull of vLLM's connector is planned alone, so its consumer's rank is not told: digests are compared as they are.
+    """
+    wanted, *others = (
+        sorted(line.digest for line in _our_lines(transfer, peer) if line.digest) for transfer in (ours, *theirs)
     )
-    if wanted != found:
-        yield f"digests {found} with vLLM's connector, {wanted} without"
+    for found in others:
+        if wanted != found:
+            yield f"digests {found} with vLLM's connector, {wanted} without"
 
 
 def cell_specs(cell: Cell, folder: Path, report: Path) -> list[EngineSpec]:

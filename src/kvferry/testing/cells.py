@@ -258,7 +258,7 @@ REST: Final[tuple[str, ...]] = (
     "lfm2 whole equal tp2-2 mooncake from-upstream at-once no-cache",
     "deepseek_v2 whole equal tp1-1 mooncake to-upstream at-once no-cache",
     "qwen3_next whole equal tp1-1 mooncake from-upstream at-once no-cache",
-    "qwen3_next whole equal tp1-1 mooncake to-upstream at-once no-cache",
+    "qwen3_next split equal tp1-1 mooncake to-upstream at-once no-cache",
 )
 """What completes the covering array."""
 

@@ -176,6 +176,8 @@ def build_engine(spec: EngineSpec) -> Any:
         _let_upstream_run_without_accelerator()
     if _workers_of(spec) > 1:
         _fork_workers()
+    if spec.engine_args.get("pipeline_parallel_size", 1) > 1:
+        _warm_up_always()
     arguments: dict[str, Any] = {
         "model": spec.model,
         "dtype": spec.dtype,
@@ -214,6 +216,16 @@ def _fork_workers() -> None:
     from vllm.v1.executor import multiproc_executor
 
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+def _warm_up_always() -> None:
+    """A stage that is not the first gets its buffers when it warms up; vLLM 0.32 skips that where nothing is compiled.
+
+    The first request would end in an assertion then.
+    """
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    CPUModelRunner.warming_up_model = CPUModelRunner.profile_run
 
 
 def _let_upstream_run_without_accelerator() -> None:

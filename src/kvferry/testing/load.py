@@ -7,10 +7,14 @@ Nothing here is about bytes a second: the blocks are small. Counted are requests
 import time
 from collections import Counter
 from dataclasses import dataclass
+from typing import Final
 
 from kvferry.testing.ferry_bench import Event, Ferry
 from kvferry.testing.ferry_process import Spec
 from kvferry.testing.ports import free_port
+
+PATIENT: Final = {"resolve": 30.0}
+"""A machine that is busy with the load answers late; how fast an absent producer is noticed is not the matter here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,9 @@ def crowd(
     A cache whose pull was refused waits for another one, until it is withdrawn here.
     """
     producer = Ferry(Spec(role="producer", transport=transport, port=free_port(), blocks=requests, limits=limits or {}))
-    consumer = Ferry(Spec(role="consumer", transport=transport, engine="d", block_tokens=16, blocks=requests))
+    consumer = Ferry(
+        Spec(role="consumer", timing=PATIENT, transport=transport, engine="d", block_tokens=16, blocks=requests)
+    )
     names = [f"load-{index}" for index in range(requests)]
     try:
         began = time.monotonic()
@@ -58,7 +64,14 @@ def many_to_one(producers: int, requests: int, *, transport: str = "cma") -> Loa
         for index in range(producers)
     ]
     consumer = Ferry(
-        Spec(role="consumer", transport=transport, engine="d", block_tokens=16, blocks=4 * producers * requests)
+        Spec(
+            role="consumer",
+            timing=PATIENT,
+            transport=transport,
+            engine="d",
+            block_tokens=16,
+            blocks=4 * producers * requests,
+        )
     )
     try:
         began, names = time.monotonic(), []
@@ -78,7 +91,16 @@ def one_to_many(consumers: int, requests: int, *, transport: str = "cma") -> Loa
     """One producer, and so many consumers that want so many requests each."""
     source = Ferry(Spec(role="producer", transport=transport, port=free_port(), blocks=4 * consumers * requests))
     sinks = [
-        Ferry(Spec(role="consumer", transport=transport, engine=f"d{index}", block_tokens=16, blocks=4 * requests))
+        Ferry(
+            Spec(
+                role="consumer",
+                timing=PATIENT,
+                transport=transport,
+                engine=f"d{index}",
+                block_tokens=16,
+                blocks=4 * requests,
+            )
+        )
         for index in range(consumers)
     ]
     try:

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvferry.testing.ferry_bench import Event, Ferry
 from kvferry.testing.ferry_process import Spec
@@ -23,6 +24,8 @@ from kvferry.testing.ports import free_port
 
 TIMING = {"publish": 15.0, "pull": 15.0, "orphan": 5.0}
 LIMITS = {"write_timeout": 4.0, "stop_timeout": 1.0, "fence_after": 2.0}
+BLOCKS = 800
+"""Of the consumer: for what is under way, and for what is held for producers that are stopped or hang."""
 OPEN = 24
 """Requests under way at once."""
 SETTLE_S = 60.0
@@ -57,10 +60,14 @@ class Soak:
     def __init__(self, transport: str, seed: int) -> None:
         self._random = random.Random(seed)
         self._debug = tempfile.mkdtemp(prefix="kvferry-soak-")
+        self.log = Path(self._debug) / "log"
+        self._stderr = self.log.open("wb")
+        """What the processes say of their ends; shown when one dies."""
         self.found = Soaked()
         self.producers = [self._producer(transport, index) for index in range(2)]
         self.consumer = Ferry(
-            Spec(role="consumer", transport=transport, engine="d", block_tokens=32, blocks=400, timing=TIMING)
+            Spec(role="consumer", transport=transport, engine="d", block_tokens=32, blocks=BLOCKS, timing=TIMING),
+            log=self._stderr,
         )
         self._open: dict[str, int] = {}
         self._serial = 0
@@ -71,7 +78,8 @@ class Soak:
             Spec(
                 role="producer", transport=transport, engine=f"p{index}", port=port or free_port(), blocks=1200,
                 timing=TIMING, limits=LIMITS,
-            )
+            ),
+            log=self._stderr,
         )  # fmt: skip
 
     def run(self, seconds: float) -> Soaked:
@@ -101,6 +109,7 @@ class Soak:
         """End all processes."""
         for ferry in (*self.producers, self.consumer):
             ferry.close()
+        self._stderr.close()
 
     # -- what happens ----------------------------------------------------------------------------------------
 
@@ -219,6 +228,10 @@ def main() -> int:
     soak = Soak(chosen.transport, chosen.seed)
     try:
         found = soak.run(chosen.seconds)
+    except OSError:
+        last = soak.log.read_text().splitlines()[-30:]
+        sys.stderr.write("\n".join(["a process has died; the last that was said:", *last, ""]))
+        raise
     finally:
         soak.close()
     sys.stdout.write(f"{found}\n")

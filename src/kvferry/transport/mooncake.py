@@ -84,12 +84,16 @@ class MooncakeTransport:
         """``host``: the name or IP by which peers reach this process; the engine picks the port.
 
         ``device``: a comma-separated filter of network devices, empty for all. ``enter_thread``: called first in each
-        thread that hands rows to the engine. ``stall_s``: how long a peer may take no row before its submissions fail.
-        ``close_timeout_s`` outlasts the 61 s that the engine may spend on a port that accepts and says nothing.
+        thread that hands rows to the engine, and here before and after the engine starts, for while it does an engine
+        may make another device the current one. ``stall_s``: how long a peer may take no row before its submissions
+        fail. ``close_timeout_s`` outlasts the 61 s that the engine may spend on a port that accepts and says nothing.
         """
         if not host:
             raise TransportError(TransportReason.UNAVAILABLE, "host is empty: peers need an address to write to")
+        enter = enter_thread or _do_nothing
+        enter()
         self._engine = _build_engine(host, protocol, device)
+        enter()
         self._protocol = protocol
         bracketed = f"[{host}]" if ":" in host and not host.startswith("[") else host
         self._address = f"{bracketed}:{self._engine.native().get_rpc_port()}"
@@ -282,6 +286,10 @@ class _Engine:
         """Make the engine immortal in this process: its destructor would join threads that a fork does not have."""
         if self._native is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._native))
+
+
+def _do_nothing() -> None:
+    """For a thread that need not enter anywhere."""
 
 
 def installed_build(host: str) -> Build:

@@ -96,8 +96,9 @@ class Config:
     max_queued_messages: int = 10_000
     """Most messages that wait to be sent to one peer; at one more it is taken as lost."""
 
-    max_unread_messages: int = 1_000
-    """Most messages of one peer that wait to be read here; then that peer waits, and others do not."""
+    max_unread_messages: int = 10_000
+    """Most messages of one peer that wait to be read here; then that peer waits, and others do not. One that waits for
+    ``silence_timeout`` takes this process as lost, so this stays above the transfers that a peer has under way."""
 
     quarantine_max_fraction: float = 0.25
     """Part of a consumer's blocks that failed transfers may hold until they are proven quiet. Above it the receive
