@@ -89,7 +89,8 @@ def test_small_requests_inside_a_multi_connector(site: Site, tokens: int, wanted
     served = site.pair.generate(text, max_tokens=wanted, name=name)
     assert served.decode.tokens == alone.tokens
     assert served.decode.finish_reason == "length"
-    assert served.decode.cached_tokens == tokens, "all of the prompt came from elsewhere"
+    # All of the prompt came from elsewhere. Of a single token, which it computes again, vLLM says that none did.
+    assert served.decode.cached_tokens == (tokens if tokens > 1 else 0)
     transfer = wait_for_reports([site.report], [served.transfer_id], 10)[served.transfer_id]
     assert transfer.problems() == ()
 

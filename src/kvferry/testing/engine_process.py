@@ -177,7 +177,7 @@ def build_engine(spec: EngineSpec) -> Any:
     if _workers_of(spec) > 1:
         _fork_workers()
     if spec.engine_args.get("pipeline_parallel_size", 1) > 1:
-        _warm_up_always()
+        _make_stage_buffers()
     arguments: dict[str, Any] = {
         "model": spec.model,
         "dtype": spec.dtype,
@@ -218,14 +218,23 @@ def _fork_workers() -> None:
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
-def _warm_up_always() -> None:
-    """A stage that is not the first gets its buffers when it warms up; vLLM 0.32 skips that where nothing is compiled.
+def _make_stage_buffers() -> None:
+    """A stage that is not the first gets its buffers in a dummy run, which vLLM 0.32 skips on a CPU without a compiler.
 
-    The first request would end in an assertion then.
+    The first request would end in an assertion; so they are made when they are first needed.
     """
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    CPUModelRunner.warming_up_model = CPUModelRunner.profile_run
+    gather = CPUModelRunner.sync_and_gather_intermediate_tensors
+
+    def made(runner: Any, *arguments: Any, **named: Any) -> Any:
+        if runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+        return gather(runner, *arguments, **named)
+
+    CPUModelRunner.sync_and_gather_intermediate_tensors = made
 
 
 def _let_upstream_run_without_accelerator() -> None:
