@@ -224,6 +224,35 @@ def test_a_client_waits_for_a_service_that_is_not_up_yet() -> None:
     asyncio.run(main())
 
 
+def test_closing_a_client_gives_up_what_it_is_asking_and_leaves_no_connection() -> None:
+    async def main() -> None:
+        arrived, gone = asyncio.Event(), asyncio.Event()
+
+        async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            arrived.set()
+            assert await reader.read() == b""
+            writer.close()
+            gone.set()
+
+        server = await asyncio.start_server(mute, HOST, 0)
+        url = f"http://{HOST}:{server.sockets[0].getsockname()[1]}"
+        client = BootstrapClient(timeout=600)
+        asking = asyncio.create_task(client.query(url))
+        await arrived.wait()
+        await client.close()
+        with pytest.raises(RemoteProtocolError) as caught:
+            await asking
+        assert caught.value.reason is ProtocolReason.PEER_LOST
+        with pytest.raises(RemoteProtocolError):
+            await client.query(url)
+        await asyncio.wait_for(gone.wait(), timeout=10)  # else the connection would only end with the process
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(main())
+
+
 def test_a_taken_port_is_a_configuration_error() -> None:
     async def main() -> None:
         first = BootstrapService(on_release=lambda *_: None)

@@ -48,6 +48,8 @@ class BootstrapClient:
         self._signer = Signer(secret) if secret is not None else None
         self._tls_only = ca is not None
         self._http = httpx.AsyncClient(timeout=timeout, trust_env=False, verify=client_context(ca))
+        self._calls: set[asyncio.Task[tuple[int, bytes]]] = set()
+        self._closing = False
 
     async def register(self, url: str, one: Registration, *, patience: float = 30.0) -> None:
         """Register a rank, trying again while the service is not up yet; raises :class:`RemoteProtocolError`."""
@@ -85,9 +87,30 @@ class BootstrapClient:
         raise RemoteProtocolError(ProtocolReason.PEER_LOST, f"engine {engine} is not registered at {url}")
 
     async def close(self) -> None:
+        """Give up what is being asked, then drop the connections; safe to call twice."""
+        self._closing = True
+        asked = tuple(self._calls)
+        for call in asked:
+            call.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)  # a connection in use would outlive its pool
         await self._http.aclose()
 
     async def _call(self, method: str, url: str, body: bytes | None) -> tuple[int, bytes]:
+        if self._closing:
+            raise RemoteProtocolError(ProtocolReason.PEER_LOST, f"{url} is not asked: this side is closing")
+        call = asyncio.create_task(self._exchange(method, url, body))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        try:
+            return await call
+        except asyncio.CancelledError:
+            if not self._closing:
+                raise
+            raise RemoteProtocolError(
+                ProtocolReason.PEER_LOST, f"no answer from {url} before this side closed"
+            ) from None
+
+    async def _exchange(self, method: str, url: str, body: bytes | None) -> tuple[int, bytes]:
         headers = self._headers(method, url, body)
         answer = bytearray()
         try:
