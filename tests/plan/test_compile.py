@@ -372,6 +372,20 @@ def test_a_context_parallel_rank_that_is_not_given_is_missed_where_it_is_needed(
     assert error.value.reason is PlanReason.MISSING_POSITIONS
 
 
+@pytest.mark.parametrize(("block", "position"), [(3, 2), (3, 20), (5, 14), (1, 3), (7, 34)])
+def test_a_hole_in_the_last_block_of_the_consumer_is_seen(block: int, position: int) -> None:
+    """Blocks that are no multiple of what a rank is dealt: the table's last position is half of a deal of two."""
+    given = 1 - position // 2 % 2
+    here = worker(
+        [page("l0", tokens=4, nbytes=2)], groups=[Group("attention", 4, context_parallel=ContextParallel(given, 2, 2))]
+    )
+    there = worker([page("l0", tokens=block, nbytes=2, address=1 << 20)], groups=[Group("attention", block)])
+    asked = table([None] * (position // block) + [2])
+    with pytest.raises(PlanError, match=f"needs position {position},") as error:
+        moved([here], [there], TransferRequest(position, position + 1, (table([*range(5)]),), (asked,)))
+    assert error.value.reason is PlanReason.MISSING_POSITIONS
+
+
 def test_a_hole_counts_only_where_the_consumer_holds_it() -> None:
     """Rank 1 of the producers is missing; consumer rank 0 of two, dealt alike, does not need it, rank 1 does."""
     request = TransferRequest(0, 16, (table([1, 2]),), (table([4, 5]),))

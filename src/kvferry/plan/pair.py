@@ -203,7 +203,8 @@ def hole_key(dst: Placement, hole: Hole) -> ClassKey:
     component = dst.placed[hole.dst].component
     group = dst.groups[component.group]
     shares = (share for share in (group.share, hole.share) if share is not None)
-    unit = gcd(*(share.interleave // component.row_tokens for share in shares))
+    deals = (share.interleave // component.row_tokens for share in shares)
+    unit = gcd(group.block_tokens // component.row_tokens, *deals)  # no unit lies in two blocks, or deals
     here = SideOfClass(component.group, group.block_tokens, component.block_stride, group.share, None)
     missing = replace(here, share=hole.share)
     return ClassKey("attention", missing, here, component.row_tokens, unit, group.sliding_window, group.chunk)
