@@ -30,7 +30,8 @@ nothing, because such an event came late, came twice, or is about something that
 2. **The end and the blocks are two things.** A failure is told at once. The blocks go back later, once, when it is
    proven that no byte moves in or out of them any more: they are *quiet*.
 3. **A failed write is not over.** An engine that has said "failed" may go on writing. Such a write is *in doubt* until
-   each descriptor has completed, or an engine was destroyed: the writer's, or the one that it writes to. A closed
+   each descriptor has completed, or an engine was destroyed: for the blocks that are read, the writer's; for those
+   that are written, the one that it writes to, since over sockets bytes that had left land all the same. A closed
    socket, memory that was unregistered, or a lost connection prove nothing.
 4. **One fence for each doubt.** A consumer has one receive engine for each life of each producer. In doubt it destroys
    that one, and nobody else's transfers notice. Over `cma`, where nothing on the receiving side can stop a writer, only
@@ -43,6 +44,8 @@ nothing, because such an event came late, came twice, or is about something that
    before the first is quiet. No write begins for a transfer that is over.
 6. **A word that frees is given late.** A producer names a request, as ok or as failed, only when its write is quiet,
    because a peer frees its blocks on either word. Until then it says "still at it", every few seconds.
+   Where its engine had to be destroyed and bytes that had left may still land, a kvferry consumer is told to fence
+   by itself; vLLM's own connector cannot be told that, so it hears no last word and gives up in its own time.
 7. **Facts die with the life that told them.** Every remote fact belongs to one incarnation of an engine (its id and a
    random epoch). A restart drops what was learnt from that incarnation, and nothing else.
 8. **Positions, never counts.** A block list comes with the position of its first token; parts are counted by the

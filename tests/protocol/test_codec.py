@@ -41,6 +41,8 @@ from kvferry.protocol import (
     puller_of,
     requests_of,
 )
+from kvferry.protocol.pulls import incarnation_of
+from kvferry.protocol.replies import Verdict, judge
 
 RECEIVER = Receiver("10.0.0.2", 5000, tp_rank=1, tp_size=2)
 PRODUCER = Side("P", "e1", 0, ("f",))
@@ -146,6 +148,19 @@ def test_answers_name_each_request_and_say_what_is_quiet() -> None:
     assert reply.kvferry.pull == 7
     assert [(part.request, part.start, part.stop) for part in reply.kvferry.parts] == [("a", 20, 60)]
     assert [(one.request, one.quiet) for one in reply.kvferry.failed] == [("b", True), ("c", False)]
+
+
+@pytest.mark.parametrize(
+    ("landing", "final", "verdict"),
+    [(False, True, Verdict.REFUSED), (True, True, Verdict.DOUBT), (False, False, Verdict.FAILING)],
+    ids=["quiet", "may still land", "not over"],
+)
+def test_what_may_still_land_is_in_doubt_at_its_consumer(landing: bool, final: bool, verdict: Verdict) -> None:
+    pull = make_pull(RECEIVER, [wanted("a")], extension())
+    said = (Failure(RequestId("a"), ProtocolReason.TRANSPORT_FAILED, landing=landing),)
+    action = Answer(PullId(1), err=said, finish=True) if final else Answer(PullId(1), failed=said)
+    reply = decode_reply(encode(make_reply(action, pull, PRODUCER)))
+    assert judge(reply, RequestId("a"), incarnation_of(PRODUCER), upstream=False).kind is verdict
 
 
 def test_toward_upstream_an_answer_has_upstreams_fields_only() -> None:

@@ -158,6 +158,26 @@ Bad.TestCase.settings = settings(
 TestBad = Bad.TestCase
 
 
+@pytest.mark.parametrize("landing", [True, False])
+def test_what_may_still_land_when_the_writers_engine_is_gone_is_fenced_by_the_consumer(landing: bool) -> None:
+    """The model holds that no block is given back while a byte may still land in it."""
+    world = Joined(1, 1)
+    world.publish(TRANSFERS[0], 0)
+    ticket = world.fetch(TRANSFERS[0], 0)
+    world.resolve(0, TRANSFERS[0])
+    while world.network:
+        world.deliver(0)
+    producer, consumer = world.producers[0], world.consumers[0]
+    world.fail_write(0, next(iter(producer.writes)), quiet=False)
+    world.prove(0, landing=landing)
+    while world.network:
+        world.deliver(0)
+    assert consumer.released[ticket] == (0 if landing else 1)
+    world.settle()
+    assert (consumer.released[ticket], consumer.generations.total()) == (1, int(landing))
+    assert set(producer.released) == producer.published
+
+
 @pytest.mark.parametrize("pull_first", [True, False])
 @pytest.mark.parametrize(("producers", "consumers"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_a_good_day(producers: int, consumers: int, pull_first: bool) -> None:

@@ -182,6 +182,29 @@ def test_c03_blocks_of_a_failed_write_are_held_until_it_is_quiet() -> None:
     assert actions == (Answer(pull, err=err(QUIET_FAILURE), finish=True), SourceReleased(T, TICKET))
 
 
+def test_the_end_of_the_writers_engine_frees_what_it_read_and_not_what_it_wrote() -> None:
+    """Bytes that had left land all the same, so the consumer is told to see to that itself; so is a repeated pull."""
+    driver = Driver()
+    driver.publish()
+    pull, _ = driver.pull()
+    again, _ = driver.pull()
+    driver.feed(WriteFailed(write(pull), QUIET_FAILURE, quiet=False))
+    actions = driver.feed(Quieted((write(pull),), landing=True))
+    answers = [(one.pull, [failure.landing for failure in one.err]) for one in actions if isinstance(one, Answer)]
+    assert answers == [(pull, [True]), (again, [True])]
+    driver.feed(Withdrawn(T))
+    assert driver.kept(SourceReleased) == [SourceReleased(T, TICKET)]
+
+
+def test_a_write_cut_off_by_the_end_of_its_engine_may_still_land() -> None:
+    driver = Driver()
+    driver.publish()
+    pull, _ = driver.pull()
+    actions = driver.feed(WriteFailed(write(pull), QUIET_FAILURE, quiet=True, landing=True))
+    (failure,) = only(actions, Answer).err
+    assert failure == Failure(RequestId("d-t"), QUIET_FAILURE, landing=True)
+
+
 def test_proof_is_asked_for_again_while_nobody_answers() -> None:
     driver = Driver(fence_after=5.0)
     driver.publish()

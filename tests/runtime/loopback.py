@@ -14,7 +14,18 @@ import numpy as np
 
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout import Layout, bind_layout, encode_placement
-from kvferry.protocol import FEATURES, ConsumerLimits, FetchEnded, Note, PullKey, Source, Span, Table, Ticket
+from kvferry.protocol import (
+    FEATURES,
+    ConsumerLimits,
+    FetchEnded,
+    Note,
+    ProducerLimits,
+    PullKey,
+    Source,
+    Span,
+    Table,
+    Ticket,
+)
 from kvferry.runtime import Fetch, Local, Publication, RuntimeOptions, Timing
 from kvferry.runtime.consumer import ConsumerCore
 from kvferry.runtime.journal import ConsumerJournal, ProducerJournal
@@ -24,7 +35,7 @@ from kvferry.runtime.producers import RemoteEngine, RemoteRank
 from kvferry.runtime.report import Report
 from kvferry.runtime.tally import Tally
 from kvferry.testing.faulty import FaultyTransport, Misdeeds
-from kvferry.transport import MemoryHub, MemoryTransport
+from kvferry.transport import MemoryHub, MemoryTransport, Transport
 
 SOURCE = Source(EngineId("p"), "loopback")
 
@@ -139,6 +150,8 @@ def join(
     misdeeds: Misdeeds | None = None,
     retries: int = 0,
     consumer_limits: ConsumerLimits | None = None,
+    producer_limits: ProducerLimits | None = None,
+    make_writer: Callable[[MemoryHub], Transport] | None = None,
 ) -> Joined:
     """Build both sides. Layouts have one region, at address 0."""
     thread, hub = LoopThread("loopback"), MemoryHub()
@@ -155,7 +168,10 @@ def join(
     sending = RuntimeOptions(
         host="loopback",
         timing=timing,
-        make_transport=lambda: FaultyTransport(_memory(hub, rows_per_poll=rows_per_poll), misdeeds or Misdeeds()),
+        make_transport=lambda: FaultyTransport(
+            make_writer(hub) if make_writer else _memory(hub, rows_per_poll=rows_per_poll), misdeeds or Misdeeds()
+        ),
+        producer_limits=producer_limits or ProducerLimits(),
     )
     receiving = RuntimeOptions(
         host="loopback",

@@ -1,59 +1,28 @@
 """Faults of the field that live between an engine and the network, each by its id."""
 
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import zmq
 
-from kvferry.ids import EngineId, RequestId, TransferId
-from kvferry.protocol import Fate, FetchEnded, Source, Span, Table, Ticket
-from kvferry.runtime import Bootstrap, ConsumerRuntime, Fetch, ProducerRuntime, Publication, Timing
+from kvferry.ids import RequestId, TransferId
+from kvferry.protocol import Fate, Span, Table, Ticket
+from kvferry.runtime import Fetch, Publication, Timing
 from kvferry.testing.faulty import FailAndWriteLater, Misdeed, Misdeeds, Slow
-from kvferry.testing.ports import free_port
 
 from .loopback import fetch, join, next_end, publication
+from .paired import Pair, paired
 from .test_loopback import D_TABLES, P_TABLES, hybrid, rows
-from .worlds import BLOCK, World, local_side, options_for
-
-
-def wait_until(holds: Callable[[], object], *, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-@dataclass
-class Pair:
-    """Both runtimes, over real sockets and ``cma``, in this process."""
-
-    producer: ProducerRuntime
-    consumer: ConsumerRuntime
-    source: World
-    target: World
-    at: Source
-
-    def ends(self, count: int, *, seconds: float = 60.0) -> list[FetchEnded]:
-        ends: list[FetchEnded] = []
-        wait_until(lambda: ends.extend(self.consumer.take_ended()) or len(ends) >= count, seconds=seconds)
-        return ends
+from .worlds import BLOCK
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    port = free_port()
-    source, target = World.build("small", seed=3), World.build("small")
-    bootstrap = Bootstrap(url=f"http://127.0.0.1:{port}", serve=("127.0.0.1", port))
-    producer = ProducerRuntime(local_side(source, engine="p", epoch="e1"), options_for("cma", bootstrap=bootstrap))
-    consumer = ConsumerRuntime(local_side(target, engine="d", epoch="e2"), options_for("cma"))
-    yield Pair(producer, consumer, source, target, Source(EngineId("p"), bootstrap.url))
-    consumer.close()
-    producer.close()
+    with paired() as one:
+        yield one
 
 
 def test_c13_a_chunk_is_not_sent_before_the_pass_that_writes_it_has_finished(pair: Pair) -> None:

@@ -1,20 +1,19 @@
 """No byte moves before the device has got there: in order, off the caller's thread, and over real sockets."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
-from kvferry.ids import EngineId, RequestId, TransferId
-from kvferry.protocol import Fate, FetchEnded, Source, Span, Table, Ticket
-from kvferry.runtime import Bootstrap, ConsumerRuntime, Fetch, ProducerRuntime, Publication
+from kvferry.ids import RequestId, TransferId
+from kvferry.protocol import Fate, FetchEnded, Span, Table, Ticket
+from kvferry.runtime import ConsumerRuntime, Fetch, Publication
 from kvferry.runtime.gate import Gate
 from kvferry.runtime.loop import LoopThread
-from kvferry.testing.ports import free_port
 
+from .paired import Pair, paired, wait_until
 from .worlds import BLOCK, World, local_side, options_for
 
 TOKENS = 2 * BLOCK
@@ -34,13 +33,6 @@ class Device:
         self.asked += 1
         self.asked_in.add(threading.current_thread().name)
         return self.done
-
-
-def wait_until(holds: Callable[[], bool], *, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 # ------------------------------------------------------------------------------------------------ the gate alone
@@ -111,76 +103,59 @@ def test_threads_of_a_loop_enter_first(thread: LoopThread) -> None:
 # ------------------------------------------------------------------------------------------- the runtimes' doors
 
 
-@dataclass
-class Pair:
-    """Both runtimes, over real sockets and ``cma``, in this process."""
-
-    producer: ProducerRuntime
-    consumer: ConsumerRuntime
-    source: World
-    target: World
-    at: Source
-
-    def publish(self, ticket: int, *, ready: Device) -> None:
-        self.producer.publish(
-            Publication(Ticket(ticket), RequestId("p"), TransferId(f"t{ticket}"), TOKENS, P_TABLES), ready=ready
-        )
-
-    def fetch(self, ticket: int, *, ready: Device | None = None) -> None:
-        wanted = (RequestId("d"), TransferId(f"t{ticket}"), self.at, Span(0, TOKENS), D_TABLES)
-        self.consumer.fetch(Fetch(Ticket(ticket), *wanted), ready=ready)
-
-    def end(self) -> FetchEnded:
-        ends: list[FetchEnded] = []
-        wait_until(lambda: bool(ends.extend(self.consumer.take_ended()) or ends))
-        return ends[0]
-
-
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    port = free_port()
-    source, target = World.build("small", seed=3), World.build("small")
-    bootstrap = Bootstrap(url=f"http://127.0.0.1:{port}", serve=("127.0.0.1", port))
-    producer = ProducerRuntime(local_side(source, engine="p", epoch="e1"), options_for("cma", bootstrap=bootstrap))
-    consumer = ConsumerRuntime(local_side(target, engine="d", epoch="e2"), options_for("cma"))
-    yield Pair(producer, consumer, source, target, Source(EngineId("p"), bootstrap.url))
-    consumer.close()
-    producer.close()
+    with paired() as one:
+        yield one
+
+
+def publish(pair: Pair, ticket: int, *, ready: Device) -> None:
+    published = Publication(Ticket(ticket), RequestId("p"), TransferId(f"t{ticket}"), TOKENS, P_TABLES)
+    pair.producer.publish(published, ready=ready)
+
+
+def fetch(pair: Pair, ticket: int, *, ready: Device | None = None) -> None:
+    wanted = (RequestId("d"), TransferId(f"t{ticket}"), pair.at, Span(0, TOKENS), D_TABLES)
+    pair.consumer.fetch(Fetch(Ticket(ticket), *wanted), ready=ready)
+
+
+def next_end(pair: Pair) -> FetchEnded:
+    return pair.ends(1)[0]
 
 
 def test_what_the_device_wrote_after_the_word_and_before_the_mark_is_what_arrives(pair: Pair) -> None:
     computing = Device()
-    pair.publish(1, ready=computing)
-    pair.fetch(1)
+    publish(pair, 1, ready=computing)
+    fetch(pair, 1)
     wait_until(lambda: computing.asked > 20)
     assert pair.consumer.take_ended() == []
     pair.source.page(0, 4)[:] = 77
     computing.done = True
-    assert pair.end().outcome.fate is Fate.DONE
+    assert next_end(pair).outcome.fate is Fate.DONE
     assert np.array_equal(pair.target.page(0, 8), pair.source.page(0, 3))
     assert (pair.target.page(0, 2) == 77).all()
 
 
 def test_nothing_is_fetched_into_blocks_that_the_device_still_writes(pair: Pair) -> None:
     zeroing = Device()
-    pair.publish(1, ready=Device(done=True))
-    pair.fetch(1, ready=zeroing)
+    publish(pair, 1, ready=Device(done=True))
+    fetch(pair, 1, ready=zeroing)
     wait_until(lambda: zeroing.asked > 20)
     assert pair.producer.take_quiet() == [], "nobody has asked for it"
     pair.target.page(0, 8)[:] = 99  # the last write of whoever had the block before
     zeroing.done = True
-    assert pair.end().outcome.fate is Fate.DONE
+    assert next_end(pair).outcome.fate is Fate.DONE
     assert np.array_equal(pair.target.page(0, 8), pair.source.page(0, 3))
 
 
 def test_a_fetch_that_is_cancelled_while_it_waits_ends_once_and_gives_its_blocks_back(pair: Pair) -> None:
     device = Device()
-    pair.publish(1, ready=Device(done=True))
-    pair.fetch(1, ready=device)
+    publish(pair, 1, ready=Device(done=True))
+    fetch(pair, 1, ready=device)
     pair.consumer.cancel(Ticket(1))
     wait_until(lambda: device.asked > 20)
     device.done = True
-    assert pair.end().outcome.fate is Fate.ABORTED
+    assert next_end(pair).outcome.fate is Fate.ABORTED
     wait_until(lambda: pair.consumer.take_quiet() == [Ticket(1)])
     wait_until(lambda: pair.producer.take_quiet() == [Ticket(1)])  # it was told that nobody will come
     assert not pair.target.bytes.any()
@@ -188,8 +163,8 @@ def test_a_fetch_that_is_cancelled_while_it_waits_ends_once_and_gives_its_blocks
 
 def test_a_runtime_that_closes_while_the_device_works_gives_all_blocks_back(pair: Pair) -> None:
     never = Device()
-    pair.publish(1, ready=never)
-    pair.fetch(2, ready=never)
+    publish(pair, 1, ready=never)
+    fetch(pair, 2, ready=never)
     wait_until(lambda: never.asked > 20)
     pair.consumer.close()
     pair.producer.close()

@@ -1,8 +1,7 @@
 """Producer and consumer runtimes against each other: right bytes, right ends, blocks back when and only when quiet."""
 
 import queue
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -35,6 +34,7 @@ from kvferry.runtime.report import Line, Report
 from kvferry.testing.layouts import page, side_by_side, state, worker
 
 from .loopback import SOURCE, Joined, fetch, join, next_end, publication
+from .paired import wait_until
 
 BLOCK = 16
 NBYTES = 8
@@ -70,13 +70,6 @@ def rows(memory: np.ndarray, layer: int, block: int) -> np.ndarray:
 
 P_TABLES = (Table(0, (3, 4, 9)), Table(0, (5,)))
 D_TABLES = (Table(0, (8, 2, 1)), Table(0, (7,)))
-
-
-def wait_until(holds: Callable[[], bool], *, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def publish_and_fetch(pair: Joined, transfer: str = "t1", *, tokens: int = 40) -> None:

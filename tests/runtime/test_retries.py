@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -20,6 +19,7 @@ from kvferry.testing.layouts import page, worker
 from kvferry.testing.ports import free_port
 
 from .loopback import SOURCE, Joined, fetch, join, next_end, publication
+from .paired import wait_until
 
 TABLES = (Table(0, (3, 4, 9)),)
 SPAN = Span(0, 40)
@@ -227,13 +227,6 @@ def test_the_second_attempt_begins_when_the_first_ones_blocks_are_quiet(joined: 
     events = {name: joined.consumer.story.of(TransferId(name)) for name in ("t1", "t2")}
     assert events["t2"][0].at >= events["t1"][-1].at
     assert "DestinationReleased" in events["t1"][-1].actions
-
-
-def wait_until(holds: Callable[[], bool], *, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 # -------------------------------------------------------------------------------------------- real engines, real deaths

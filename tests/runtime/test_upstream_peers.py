@@ -10,7 +10,7 @@ import pytest
 from kvferry.control import BootstrapService, Registration
 from kvferry.errors import ProtocolReason
 from kvferry.ids import EngineId, RequestId, TransferId
-from kvferry.protocol import Fate, FetchEnded, Source, Span, Status, Table, Ticket
+from kvferry.protocol import Fate, FetchEnded, ProducerLimits, Source, Span, Status, Table, Ticket
 from kvferry.runtime import ConsumerRuntime, Fetch, Local, ProducerRuntime, Publication, RuntimeOptions
 from kvferry.runtime.loop import LoopThread
 from kvferry.runtime.options import UpstreamPeers
@@ -18,6 +18,8 @@ from kvferry.runtime.upstream_caches import Declared
 from kvferry.testing.ports import free_port
 from kvferry.testing.upstream_peer import Deed, Held, ScriptedConsumer, ScriptedProducer, caches_of, pull_of
 
+from .over_sockets import OverSockets
+from .paired import wait_until
 from .worlds import BLOCK, LAYERS, World, local_side, options_for
 
 pytestmark = pytest.mark.mooncake
@@ -34,13 +36,6 @@ def side(world: World, engine: str, *, declared: Declared | None = None) -> Loca
 
 def allowing(options: RuntimeOptions) -> RuntimeOptions:
     return replace(options, upstream_peers=UpstreamPeers.parse("allow"))
-
-
-def until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # ------------------------------------------------------------------------------------ our producer, their consumer
@@ -96,7 +91,7 @@ def test_a_pull_gets_the_right_pages(serving: Serving) -> None:
     assert np.array_equal(serving.source.state(P_STATE), serving.target.state(D_STATE))
     untouched = [b for b in range(64) if b not in D_BLOCKS]
     assert not any(serving.target.page(0, block).any() for block in untouched)
-    until(lambda: serving.runtime.take_quiet() == [Ticket(1)], 5)
+    wait_until(lambda: serving.runtime.take_quiet() == [Ticket(1)], seconds=5)
 
 
 def test_a_consumer_that_has_the_beginning_gets_the_end(serving: Serving) -> None:
@@ -110,7 +105,7 @@ def test_a_consumer_that_has_the_beginning_gets_the_end(serving: Serving) -> Non
 def test_empty_lists_release(serving: Serving) -> None:
     serving.publish("t")
     assert serving.ask(((), ())) == (Status.FINISH, ["d"], [])
-    until(lambda: serving.runtime.take_quiet() == [Ticket(1)], 5)
+    wait_until(lambda: serving.runtime.take_quiet() == [Ticket(1)], seconds=5)
     assert not serving.target.bytes.any()
 
 
@@ -123,6 +118,24 @@ def test_a_pull_that_waits_is_kept_alive_by_empty_answers(serving: Serving) -> N
     assert not any(one.ok_reqs or one.err_reqs for one in waiting)
     serving.publish("t")
     assert serving.consumer.replies(socket, within=10)[-1].ok_reqs == ("d",)
+
+
+def test_what_may_still_land_is_never_named() -> None:
+    """Such a consumer frees its blocks on either word, and on a FINISH. It gives up in its own time."""
+    limits = ProducerLimits(write_timeout=0.3, stop_timeout=0.1, fence_after=0.1, keep_alive=0.2, lost_grace=0.1)
+    options = allowing(options_for("mooncake"))
+    serving = Serving(replace(options, make_transport=lambda: OverSockets("mooncake"), producer_limits=limits))
+    try:
+        serving.publish("t")
+        pull = pull_of(serving.consumer.receiver, {"d": ("t", (D_BLOCKS, (D_STATE,)))})
+        socket = serving.consumer.pull(serving.runtime.address, pull)
+        wait_until(lambda: serving.runtime.take_quiet() == [Ticket(1)], seconds=10)
+        replies = serving.consumer.replies(socket, within=1)
+        assert {one.status for one in replies} == {Status.CONTINUE}
+        assert not any(one.ok_reqs or one.err_reqs for one in replies)
+        assert serving.runtime.take_interval().counts["engines_renewed"] == 1
+    finally:
+        serving.close()
 
 
 def test_each_request_of_a_pull_is_named_once_by_its_finish(serving: Serving) -> None:
@@ -190,7 +203,7 @@ def test_a_consumer_that_vanishes_leaves_nothing_held(serving: Serving) -> None:
     serving.consumer.vanish()
     time.sleep(2.5)
     serving.publish("t")
-    until(lambda: serving.runtime.take_quiet() == [Ticket(1)], 15)
+    wait_until(lambda: serving.runtime.take_quiet() == [Ticket(1)], seconds=15)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +257,7 @@ class Pulling:
 
     def end(self, seconds: float = 15) -> FetchEnded:
         found: list[FetchEnded] = []
-        until(lambda: bool(found.extend(self.runtime.take_ended()) or found), seconds)
+        wait_until(lambda: bool(found.extend(self.runtime.take_ended()) or found), seconds=seconds)
         return found[0]
 
     def close(self) -> None:
@@ -279,7 +292,7 @@ def test_a_fetch_brings_the_right_pages_by_one_plain_pull(make_pulling: Callable
     assert pull.kvferry is None
     assert pull.req_blocks == {"d": ("t", (D_BLOCKS, (D_STATE,)))}
     assert set(pulling.producer.frames) == {1}
-    until(lambda: pulling.runtime.take_quiet() == [Ticket(1)], 5)
+    wait_until(lambda: pulling.runtime.take_quiet() == [Ticket(1)], seconds=5)
 
 
 def test_a_producer_is_greeted_once(make_pulling: Callable[..., Pulling]) -> None:
@@ -298,7 +311,7 @@ def test_an_engine_whose_ranks_are_still_registering_is_asked_for_again(
     pulling.service.directory.register(Registration("p", 0, 1, 0, "tcp://127.0.0.1:9"))
     partial = pulling.service.directory.listing()[0]
     pulling.fetch()
-    until(lambda: pulling.producer.hellos == 1, 10)
+    wait_until(lambda: pulling.producer.hellos == 1, seconds=10)
     pulling.service.directory.register(Registration("p", 0, 2, 0, "tcp://127.0.0.1:11"))
     pulling.service.directory.register(Registration("p", 0, 3, 0, "tcp://127.0.0.1:12"))
     assert len(partial.worker_addr) == 2
@@ -319,7 +332,7 @@ def test_a_failure_holds_the_blocks_until_its_engine_is_destroyed(
     assert (ended.outcome.fate, ended.outcome.reason) == (Fate.FAILED, ProtocolReason.PEER_FAILED)
     assert pulling.runtime.take_quiet() == []
     first = pulling.producer.pulls[0].remote_port
-    until(lambda: pulling.runtime.take_quiet() == [Ticket(1)], 15)
+    wait_until(lambda: pulling.runtime.take_quiet() == [Ticket(1)], seconds=15)
     pulling.producer.deed = "serve"
     pulling.producer.held["u"] = pulling.producer.held["t"]
     pulling.fetch(ticket=2, transfer="u")
@@ -333,25 +346,25 @@ def test_a_finish_without_us_means_expired(make_pulling: Callable[..., Pulling])
     pulling.fetch()
     ended = pulling.end()
     assert (ended.outcome.fate, ended.outcome.reason) == (Fate.FAILED, ProtocolReason.EXPIRED)
-    until(lambda: pulling.runtime.take_quiet() == [Ticket(1)], 1)
+    wait_until(lambda: pulling.runtime.take_quiet() == [Ticket(1)], seconds=1)
 
 
 def test_a_producer_that_dies_is_noticed_and_its_blocks_come_back(make_pulling: Callable[..., Pulling]) -> None:
     pulling = make_pulling(deed="mute")
     pulling.fetch()
-    until(lambda: len(pulling.producer.pulls) == 1, 10)
+    wait_until(lambda: len(pulling.producer.pulls) == 1, seconds=10)
     began = time.monotonic()
     pulling.producer.close()
     ended = pulling.end(10)
     assert (ended.outcome.fate, ended.outcome.reason) == (Fate.FAILED, ProtocolReason.PEER_LOST)
     assert time.monotonic() - began < 10
-    until(lambda: pulling.runtime.take_quiet() == [Ticket(1)], 15)
+    wait_until(lambda: pulling.runtime.take_quiet() == [Ticket(1)], seconds=15)
 
 
 def test_an_abort_sends_nothing_more(make_pulling: Callable[..., Pulling]) -> None:
     pulling = make_pulling(deed="mute")
     pulling.fetch()
-    until(lambda: len(pulling.producer.pulls) == 1, 10)
+    wait_until(lambda: len(pulling.producer.pulls) == 1, seconds=10)
     pulling.runtime.cancel(Ticket(1))
     assert pulling.end().outcome.fate is Fate.ABORTED
     time.sleep(1)
@@ -363,7 +376,7 @@ def test_an_abort_sends_nothing_more(make_pulling: Callable[..., Pulling]) -> No
 def test_a_release_is_a_pull_of_empty_lists(make_pulling: Callable[..., Pulling]) -> None:
     pulling = make_pulling()
     pulling.runtime.release(TransferId("t"), RequestId("d"), pulling.origin)
-    until(lambda: len(pulling.producer.pulls) == 1, 10)
+    wait_until(lambda: len(pulling.producer.pulls) == 1, seconds=10)
     assert pulling.producer.pulls[0].req_blocks == {"d": ("t", ((), ()))}
 
 
@@ -385,4 +398,4 @@ def test_a_producer_whose_copies_could_be_wrong_is_refused_before_it_is_asked(
     assert ended.outcome.reason is ProtocolReason.INCOMPATIBLE_PEER
     assert said in ended.outcome.detail
     assert pulling.producer.pulls == []
-    until(lambda: pulling.runtime.take_quiet() == [Ticket(1)], 5)
+    wait_until(lambda: pulling.runtime.take_quiet() == [Ticket(1)], seconds=5)

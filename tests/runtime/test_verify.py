@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 from kvferry.errors import ConfigError, ProtocolReason
+from kvferry.ids import TransferId
 from kvferry.layout import Binding, Group, Layout, Region, bind_layout
 from kvferry.plan import BlockTable, TransferRequest, compile_plan
 from kvferry.protocol import (
     ConsumerLimits,
     Fate,
     FetchEnded,
+    PullKey,
     ReplyExtension,
     Span,
     Table,
@@ -273,6 +275,39 @@ def test_a_comparison_that_takes_long_is_not_taken_for_silence(monkeypatch: pyte
         assert joined.consumer.quiet.empty()
         held.set()
         assert next_end(joined).outcome.fate is Fate.DONE
+
+
+def test_pages_that_were_given_back_while_they_were_compared_are_not_called_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered, held, over = threading.Event(), threading.Event(), threading.Event()
+    hash_pages = verify.hash_pages
+
+    def slow(listed: Sequence[verify.Pages], side: Side, binding: Binding) -> Digests:
+        if side == "consumer":
+            entered.set()
+            held.wait(20)
+        return hash_pages(listed, side, binding)
+
+    monkeypatch.setattr(verify, "hash_pages", slow)
+    with pair() as joined:
+        check = joined.consumer._check
+
+        async def watched(*of: Any) -> None:
+            await check(*of)
+            over.set()
+
+        monkeypatch.setattr(joined.consumer, "_check", watched)
+        joined.call(joined.producers[0].publish, publication(1, "t1", TOKENS, *P_TABLES))
+        joined.call(joined.consumer.fetch, fetch(11, "t1", Span(0, TOKENS), *D_TABLES))
+        assert entered.wait(10)
+        joined.call(joined.consumer.on_lost, PullKey(TransferId("t1"), 0))
+        assert next_end(joined).outcome.reason is ProtocolReason.PEER_LOST
+        assert joined.consumer.quiet.get(timeout=10) == 11
+        joined.target.bytes[:] = 0  # they are another request's now
+        held.set()
+        assert over.wait(10)
+        assert "verify_mismatches" not in joined.received.take().counts
 
 
 # ----------------------------------------------------------------------------------------------- how much is looked at

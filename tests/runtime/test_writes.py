@@ -1,5 +1,6 @@
 """A write that ends is heard of when it ends, not when it is next asked; one that tells nobody is asked."""
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 
@@ -99,5 +100,25 @@ def test_a_write_that_never_ends_is_not_quiet_for_that(thread: LoopThread) -> No
         assert watched.are_quiet([7])
         silent.fail(TransportError(TransportReason.CLOSED, "the engine was destroyed"))
         watched.settle()
+
+    thread.run(main(), timeout=SOON_S)
+
+
+def test_the_end_of_an_engine_proves_nothing_about_what_had_left_it(thread: LoopThread) -> None:
+    gone = TransportError(TransportReason.CLOSED, "the engine was destroyed")
+    left, kept, failed = Progress(1, 1), Progress(1, 1), Progress(1, 1)
+
+    async def main() -> None:
+        watched: Writes[int] = Writes(thread)
+        for key, one in enumerate((left, kept, failed)):
+            watched.watch(key, one, on_final=lambda *_: None, on_quiet=lambda: None)
+        left.handed(1)
+        failed.handed(1)
+        failed.fail(gone)
+        await asyncio.sleep(0)
+        for one in (left, kept, failed):
+            one.fence(gone, leaves_nothing=False)
+        assert [one.quiet for one in (left, kept, failed)] == [True, True, True]
+        assert watched.landing([0, 1, 2, 7]) == (0, 2)
 
     thread.run(main(), timeout=SOON_S)

@@ -23,6 +23,7 @@ A failed write is *in doubt* until its completion, or an engine destroyed, prove
 """
 
 from collections import Counter, OrderedDict
+from dataclasses import replace
 from typing import assert_never
 
 from kvferry.errors import LocalProtocolError, ProtocolReason
@@ -162,7 +163,7 @@ class Producer:
                 self._write_failed(event)
             case Quieted():
                 for write in event.writes:
-                    self._write_ended(write, WriteStep.QUIET)
+                    self._write_ended(write, WriteStep.QUIET, landing=event.landing)
             case PeerAborted():
                 self._peer_aborted(event)
             case ConsumerLost():
@@ -369,7 +370,7 @@ class Producer:
             return
         write.failure = write.failure or Failure(write.id.request, event.reason, event.detail)
         if event.quiet:
-            self._write_ended(write.id, WriteStep.FAIL)
+            self._write_ended(write.id, WriteStep.FAIL, landing=event.landing)
         elif self._step_write(write, WriteStep.DOUBT):
             self._enter_doubt(write)
 
@@ -395,7 +396,7 @@ class Producer:
         if write.failure is not None:
             self._emit(write.wanted.transfer, Answer(write.id.pull, failed=(write.failure,)))
 
-    def _write_ended(self, key: WriteId, step: WriteStep) -> None:
+    def _write_ended(self, key: WriteId, step: WriteStep, *, landing: bool = False) -> None:
         """A write is over and quiet: name it, count it, see what that means for its lease."""
         write = self._writes.get(key)
         if write is None or not self._step_write(write, step):
@@ -411,9 +412,10 @@ class Producer:
         else:
             if write.puller in lease.tried and write.behind is None:
                 lease.gone.add(write.puller)
-            self._name(write, write.failure or Failure(key.request, ProtocolReason.TRANSPORT_FAILED))
+            failure = write.failure or Failure(key.request, ProtocolReason.TRANSPORT_FAILED)
+            self._name(write, replace(failure, landing=landing))
         for other in [one for one in lease.writes if self._writes[one].behind == key]:
-            self._write_ended(other, WriteStep.REFUSE)
+            self._write_ended(other, WriteStep.REFUSE, landing=landing)
         self._mind_deadline(lease)
         self._review(lease)
 

@@ -104,6 +104,8 @@ class WriteFailed:
     reason: ProtocolReason
     quiet: bool
     detail: str = ""
+    landing: bool = False
+    """As in :class:`Quieted`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,8 @@ class Quieted:
     """It is proven that no byte of these writes is or will be moved (completion, or an engine destroyed)."""
 
     writes: tuple[WriteId, ...]
+    landing: bool = False
+    """The proof is the end of the writer's engine, and bytes that had left it before may still land."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +172,9 @@ class Failure:
     reason: ProtocolReason
     detail: str = ""
     """Our own words; never text of a foreign exception."""
+
+    landing: bool = False
+    """Nothing is read for it any more, but bytes that had left may still land: the consumer has to fence."""
 
 
 @dataclass(frozen=True, slots=True)

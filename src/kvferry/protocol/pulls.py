@@ -124,7 +124,7 @@ def make_reply(action: Answer, pull: Pull, producer: Side) -> Reply:
     """The reply that a producer's machine asked for, in the form that the pull's sender reads."""
     extension = None
     if isinstance(pull.kvferry, PullExtension):
-        settled = [_failed(one, quiet=True) for one in action.err]
+        settled = [_failed(one, quiet=not one.landing) for one in action.err]
         pending = [_failed(one, quiet=False) for one in action.failed]
         extension = ReplyExtension(
             version=VERSION,

@@ -2,6 +2,8 @@
 
 The two kinds of producer mean different things by the same words. kvferry names a request as failed only when it is
 quiet, tells of a failure before that under its own key, and refuses a whole pull only before it did anything for it.
+One that it names as failed and *not* quiet is what it can say no more of: its engine is destroyed, but bytes that had
+left before may still land, so the receiver has to fence.
 Upstream names a failed request while bytes of it may still be moving; what it leaves out of its FINISH it has never
 begun to write. Every pull of ours carries one request.
 """
@@ -58,7 +60,7 @@ def judge(reply: Reply, request: RequestId, producer: Incarnation, *, upstream: 
         return PullVerdict(Verdict.DOUBT, ProtocolReason.STALE_INCARNATION, "another life of the producer answered")
     parts = tuple(part for part in extension.parts if part.request == request)
     failures = [one for one in extension.failed if one.request == request]
-    verdict = _judge_kvferry(reply, extension, failures, named_ok=named_ok)
+    verdict = _judge_kvferry(reply, extension, failures, named_ok=named_ok, named_err=named_err)
     return PullVerdict(verdict.kind, verdict.reason, verdict.detail, parts)
 
 
@@ -72,7 +74,9 @@ def _judge_upstream(reply: Reply, *, named_ok: bool, named_err: bool) -> PullVer
     return PullVerdict(Verdict.WAIT)
 
 
-def _judge_kvferry(reply: Reply, extension: ReplyExtension, failures: list[Failed], *, named_ok: bool) -> PullVerdict:
+def _judge_kvferry(
+    reply: Reply, extension: ReplyExtension, failures: list[Failed], *, named_ok: bool, named_err: bool
+) -> PullVerdict:
     if reply.status is Status.ERROR:
         reason = _reason(extension.reason)
         kind = Verdict.LAYOUT_MISS if reason is ProtocolReason.LAYOUT_MISS else Verdict.REFUSED
@@ -80,7 +84,8 @@ def _judge_kvferry(reply: Reply, extension: ReplyExtension, failures: list[Faile
     if named_ok and not failures:
         return PullVerdict(Verdict.SERVED)
     if failures:
-        kind = Verdict.REFUSED if failures[0].quiet else Verdict.FAILING
+        unsettled = Verdict.DOUBT if named_err else Verdict.FAILING
+        kind = Verdict.REFUSED if failures[0].quiet else unsettled
         return PullVerdict(kind, _reason(failures[0].reason), failures[0].detail)
     if reply.status is Status.FINISH:
         return PullVerdict(Verdict.DOUBT, ProtocolReason.MALFORMED, "a finished pull does not name its request")

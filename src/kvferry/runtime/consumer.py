@@ -258,6 +258,8 @@ class ConsumerCore:
         while not (await asyncio.wait({work}, timeout=CHECK_PAUSE))[0]:
             self.feed(ReplyArrived(pull, still_busy(reply)))  # nothing more will be heard of the producer
         found = work.result()
+        if pull.rank not in course.open:
+            return  # fenced meanwhile: its blocks may hold something else by now, and nobody waits for a verdict
         if isinstance(found, Verified):
             course.verified += found
             self.feed(ReplyArrived(pull, reply))

@@ -1,7 +1,7 @@
-"""What a runtime says about its transfers: one INFO line each, and the transfer report where one is wanted.
+"""What a runtime says about its transfers: one line each (INFO; WARNING for a failure), and the report where wanted.
 
 The report is written at the one place where a pair's end is known and its memory has not gone back yet, so that its
-digest is that of the bytes that were moved. The INFO line sums up all pairs of a transfer on this rank.
+digest is that of the bytes that were moved. The line sums up all pairs of a transfer on this rank.
 """
 
 import logging

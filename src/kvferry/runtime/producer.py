@@ -154,6 +154,8 @@ class ProducerCore:
         self._pulls: dict[PullId, _OpenPull] = {}
         self._digests: dict[PullId, dict[str, bytes]] = {}
         """Of what was written for open pulls, by request, until its end is told."""
+        self._withheld: set[PullId] = set()
+        """Open pulls of upstream consumers that are not told the end of one of their requests."""
         self._upstream = UpstreamCounter(local, self._plans, options.upstream_peers)
         self._prompts: dict[TransferId, tuple[Ticket, int]] = {}
         """Lengths of the prompts of published transfers, with the publication that each is of."""
@@ -327,7 +329,7 @@ class ProducerCore:
 
     def _answer(self, action: Answer) -> None:
         known = self._pulls[action.pull]
-        reply = make_reply(action, known.message, self._local.side())
+        reply = make_reply(self._withholding(action, known), known.message, self._local.side())
         made = self._digests.get(action.pull, {})
         digests = {str(one): made.pop(one) for one in action.ok if one in made}
         if digests and isinstance(reply.kvferry, ReplyExtension):
@@ -336,6 +338,19 @@ class ProducerCore:
         if action.finish:
             del self._pulls[action.pull]
             self._digests.pop(action.pull, None)
+            self._withheld.discard(action.pull)
+
+    def _withholding(self, action: Answer, known: _OpenPull) -> Answer:
+        """What may be said of it. An upstream consumer frees blocks on every word, and cannot be told to fence first.
+
+        So of a request whose bytes may still land it hears nothing, and no FINISH: it gives up in its own time.
+        """
+        if known.message.kvferry is None and any(one.landing for one in action.err):
+            self._withheld.add(action.pull)
+            logger.warning("a pull of %s is left unanswered: what had left for it may still land", known.admitted.peer)
+        if action.pull not in self._withheld:
+            return action
+        return replace(action, err=tuple(one for one in action.err if not one.landing), finish=False)
 
     def _sent(self, sent: Sent) -> None:
         """A write is over, and its memory has not gone back yet."""

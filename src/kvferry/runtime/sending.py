@@ -3,7 +3,7 @@
 A write becomes descriptors (the plan), a submission (the engine), and one event for the machine when it ended. One
 engine serves all consumers of this rank. When writes stay in doubt the engine is destroyed, which proves that none of
 their sources is read any more, and a new one takes its place; writes of other peers that it cuts off fail, and are
-quiet at once.
+quiet at once. Over sockets it proves no more than that: bytes that had left may still land, and the machine is told so.
 
 A consumer may ask for digests of what it is sent (:mod:`kvferry.runtime.verify`). They are made in a thread while the
 engine writes, from the same held blocks, and the write is over when both are.
@@ -102,6 +102,8 @@ class Sender:
         self._starting: dict[WriteId, _Order] = {}
         self._peers: dict[tuple[str, tuple[int, ...]], Peer] = {}
         self._proof: asyncio.Lock = asyncio.Lock()
+        """Held while the engine is destroyed and made anew."""
+        self._destroyed = False
         self._hashers = Hashers()
 
     @property
@@ -163,6 +165,10 @@ class Sender:
 
     async def _submit(self, order: _Order) -> None:
         write = order.start.write
+        if self._destroyed:
+            async with self._proof:
+                if self._destroyed:
+                    await self._renew()
         engine = self._engine
         try:
             if not order.rows.count:
@@ -187,7 +193,7 @@ class Sender:
             write,
             submission,
             on_final=lambda ended, state: self._on_final(order, ended, state),
-            on_quiet=lambda: self._feed(Quieted((write,))),
+            on_quiet=lambda: self._feed(Quieted((write,), landing=not submission.destination_quiet)),
         )
 
     async def _peer(self, engine: Transport, admitted: Admitted) -> Peer:
@@ -207,7 +213,8 @@ class Sender:
             return
         self._peers.pop(_key_of(order.admitted), None)
         said = submission.error.message if submission.error else "the engine gave no reason"
-        self._failed(order, ProtocolReason.TRANSPORT_FAILED, said, quiet=submission.quiet)
+        quiet, landing = submission.quiet, not submission.destination_quiet
+        self._failed(order, ProtocolReason.TRANSPORT_FAILED, said, quiet=quiet, landing=landing)
 
     def _hash(self, order: _Order) -> "asyncio.Task[Digests] | None":
         """Begin to make the digests that the consumer asked for."""
@@ -223,9 +230,9 @@ class Sender:
         hashing = order.hashing or self._hash(order)
         self._finished(order, None, digests=await hashing if hashing else None)
 
-    def _failed(self, order: _Order, reason: ProtocolReason, said: str, *, quiet: bool) -> None:
+    def _failed(self, order: _Order, reason: ProtocolReason, said: str, *, quiet: bool, landing: bool = False) -> None:
         self._finished(order, f"{reason.value}: {said}", tell=False)
-        self._feed(WriteFailed(order.start.write, reason, quiet=quiet, detail=said))
+        self._feed(WriteFailed(order.start.write, reason, quiet=quiet, detail=said, landing=landing))
 
     def _finished(
         self, order: _Order, failure: str | None, *, tell: bool = True, digests: Digests | None = None
@@ -250,18 +257,31 @@ class Sender:
             self._feed(WriteDone(order.start.write))
 
     async def _prove(self, writes: tuple[WriteId, ...]) -> None:
+        landing: tuple[WriteId, ...] = ()
         async with self._proof:
             if not self._writes.are_quiet(writes):
                 try:
                     await asyncio.to_thread(self._engine.close)
-                    self._engine = await asyncio.to_thread(self._fresh)
                 except TransportError as error:
                     logger.warning("the engine cannot be proven stopped, blocks stay held: %s", error)
                     return
+                self._destroyed = True
                 self._peers.clear()
+                landing = self._writes.landing(writes)
                 self._writes.settle()
                 self._on_renewed(len(writes))
-        self._feed(Quieted(writes))
+                await self._renew()
+        self._feed(Quieted(landing, landing=True))
+        self._feed(Quieted(tuple(write for write in writes if write not in landing)))
+
+    async def _renew(self) -> None:
+        """Put a new engine in the place of one that is destroyed; when that fails, the next write tries again."""
+        try:
+            self._engine = await asyncio.to_thread(self._fresh)
+        except TransportError as error:
+            logger.warning("no new engine can be made, writes fail until one can: %s", error)
+            return
+        self._destroyed = False
 
     def _fresh(self) -> Transport:
         engine = self._make()

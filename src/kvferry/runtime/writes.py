@@ -61,6 +61,11 @@ class Writes(Generic[_Key]):
         self.settle()
         return not any(key in self._pending or key in self._doubtful for key in keys)
 
+    def landing(self, keys: Iterable[_Key]) -> tuple[_Key, ...]:
+        """Of these, those of which bytes that have left may still land, whatever becomes of the engine here."""
+        known = self._pending | self._doubtful
+        return tuple(key for key in keys if key in known and not known[key].submission.destination_quiet)
+
     def settle(self) -> None:
         """Poll the doubtful ones now."""
         for key, watched in [*self._doubtful.items()]:

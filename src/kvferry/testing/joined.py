@@ -123,6 +123,8 @@ class ProducerRank:
     pulls: dict[PullId, Pull] = field(default_factory=dict)
     came_from: dict[PullId, int] = field(default_factory=dict)
     writes: dict[WriteId, Moving] = field(default_factory=dict)
+    left: list[Moving] = field(default_factory=list)
+    """Writes of a destroyed engine of which bytes are still on their way."""
     proofs: list[tuple[WriteId, ...]] = field(default_factory=list)
     ended: Counter[Ticket] = field(default_factory=Counter)
     released: Counter[Ticket] = field(default_factory=Counter)
@@ -239,13 +241,14 @@ class Joined:
             self.producers[rank].writes[write].told = True
         self.tell_producer(rank, WriteFailed(write, ProtocolReason.TRANSPORT_FAILED, quiet))
 
-    def prove(self, rank: int) -> None:
-        """A producer destroys its engine: none of its writes moves any more."""
+    def prove(self, rank: int, *, landing: bool = False) -> None:
+        """A producer destroys its engine: its writes read nothing any more. ``landing``: what had left still lands."""
         producer = self.producers[rank]
         producer.proofs.clear()
         gone = tuple(producer.writes)
+        producer.left += [*producer.writes.values()] if landing else []
         producer.writes.clear()
-        self.tell_producer(rank, Quieted(gone))
+        self.tell_producer(rank, Quieted(gone, landing=landing))
 
     def fence(self, rank: int, index: int, *, works: bool) -> None:
         """A consumer carries out a fence, or fails to."""
@@ -412,7 +415,7 @@ class Joined:
         return any(
             moving.destination == ticket and moving.consumer == consumer and self._lands(moving)
             for producer in self.producers
-            for moving in producer.writes.values()
+            for moving in (*producer.writes.values(), *producer.left)
         )
 
     def _story(self, transfer: TransferId) -> str:
