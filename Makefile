@@ -3,15 +3,15 @@ PY := .venv/bin/python
 SHELL := bash
 .DEFAULT_GOAL := help
 
-.PHONY: help gpu-check setup setup-core demo demo-quick test test-quick check fuzz-plan fuzz-wire bench-plan bench-costs bench-ttft bench-verify load-routers mutants format faults soak model-check test-vllm contract
+.PHONY: help gpu-check setup setup-core demo demo-quick dumps test test-quick check fuzz-plan fuzz-wire bench-plan bench-costs bench-ttft bench-verify load-routers mutants format faults soak model-check test-vllm contract
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
 
-setup:
+setup:  ## install all into .venv, vLLM for the CPU among it; the targets below do it by themselves
 	@scripts/setup.sh full
 
-setup-core:
+setup-core:  ## the same without vLLM
 	@scripts/setup.sh core
 
 demo: setup  ## real vLLM prefill and decode engines joined by kvferry, compared with one engine
@@ -25,11 +25,11 @@ check: setup  ## lint, types, import contracts
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports --no-logo 2>/dev/null || .venv/bin/lint-imports
 
-format:
+format:  ## lint fixes and formatting, in place
 	@.venv/bin/ruff check --fix . ; .venv/bin/ruff format .
 
 test: setup  ## everything: checks, unit, property, conformance and real-vLLM tests
-	@start=$$SECONDS; $(MAKE) --no-print-directory check && $(PY) -m pytest; rc=$$?; \
+	@start=$$SECONDS; $(MAKE) --no-print-directory check && $(PY) -m pytest --durations=20; rc=$$?; \
 	  echo "make test took $$((SECONDS - start)) s"; exit $$rc
 
 test-quick: setup  ## without the real-vLLM tests

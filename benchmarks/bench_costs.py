@@ -124,7 +124,8 @@ def show(name: str, line: Line, each: str, per_byte: str) -> None:
 def machine() -> str:
     info = Path("/proc/cpuinfo").read_text()
     models = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
-    return f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}"
+    kernel = platform.release().split("-")[0]
+    return f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores, Linux {kernel}"
 
 
 def engine_version() -> str:

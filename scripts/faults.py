@@ -97,7 +97,7 @@ def page(rows: list[Row], skipped: list[str], seconds: float) -> str:
     wrong, lost, leaked = (sum(getattr(row, name) for row in rows) for name in ("wrong", "lost", "leaked"))
     table = [f"| {' | '.join(heads)} |", "|---|---|---|---|---|---|--:|--:|--:|--:|--:|", *map(line, rows)]
     total = f"\n{len(rows)} faults, {wrong} bytes wrong, {lost} blocks lost, {leaked} resources leaked.\n"
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}"
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release().partition('-')[0]}"
     made = f"\nMade on {datetime.date.today()} in {seconds:.0f} s, {machine}.\n"
     return HEAD + "\n".join([*table, total, *(f"Skipped: {one}\n" for one in skipped), made]) + TAIL
 

@@ -222,7 +222,7 @@ def check_threads(place: Place) -> str:
         loop.close()
     if seen != [torch().device(place.device).index] * 2:
         raise AssertionError(f"the threads work on devices {seen}, the memory is on {place.device}")
-    return f"the loop and its helpers work on {place.device}"
+    return f"the loop and its other threads work on {place.device}"
 
 
 def check_cma(place: Place) -> str:

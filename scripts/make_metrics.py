@@ -38,7 +38,7 @@ Names without anything to say are left out.
 ALERTS = """
 ## What to alert on
 
-* `vllm:kvferry_failures_total` with `side="consumer"` grows: requests lose their cache. Each one is an INFO line
+* `vllm:kvferry_failures_total` with `side="consumer"` grows: requests lose their cache. Each one is a WARNING line
   `transfer ID: failed (REASON: ...)` of the rank that has it.
 * `vllm:kvferry_quarantined_blocks` stays above zero for more than a minute: a producer can neither be reached nor
   proven gone, and its consumer's blocks are kept from re-use.

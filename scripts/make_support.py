@@ -79,7 +79,7 @@ MODE_ENTRIES = (
     Entry("inside vLLM's MultiConnector", "works", f"{MODES_LIVE}::test_small_requests_inside_a_multi_connector"),
     Entry("KV events", "works: blocks that came are told as stored", f"{MODES}::test_blocks_that_came_are_told_as_stored_when_they_are_there"),
     Entry("`cached_tokens`", "works: what was fetched counts as cached", f"{MODES_LIVE}::test_small_requests_inside_a_multi_connector"),
-    Entry("pipeline stages 2-1 and 1-2", "works: full attention, short convolution (the test makes buffers that vLLM 0.32 leaves out on a CPU without a compiler)", f"{PIPELINE}::test_unequal_pipelines"),
+    Entry("pipeline stages 2-1 and 1-2", "works: 2-1 full attention, 1-2 short convolution (the test makes buffers that vLLM 0.32 leaves out on a CPU without a compiler)", f"{PIPELINE}::test_unequal_pipelines"),
     Entry("data parallel ranks", "registered by rank; untested with engines", f"{MODES}::test_a_data_parallel_rank_registers_under_its_number"),
     Entry("abort while waiting", "works", "tests/vllm/test_aborts.py::test_aborted_decodes_give_their_blocks_back_on_both_sides"),
     Entry("prefill engine killed or stopped", "works: error or recomputation", "tests/vllm/test_prefill_gone.py::test_the_decode_side_survives"),
@@ -166,7 +166,7 @@ def _entries(title: str, entries: tuple[Entry, ...]) -> Iterator[str]:
 def _cells(outcomes: Mapping[str, CellOutcome]) -> Iterator[str]:
     yield "## The cells\n"
     yield "Every pair of values of two factors that can occur does, in some cell (`kvferry.testing.cells`; `core`: in `make"
-    yield "test` too). A cell's test is `tests/vllm/test_cells.py::test_cell[NAME]`. What cannot occur:\n"
+    yield "test` too). A cell's test is `tests/vllm/test_cells.py::test_cell[NAME]`. What is in no cell:\n"
     for rule in FORBIDDEN:
         yield f"* {rule.why}"
     yield "\n| | name | core | result | seconds |"

@@ -68,7 +68,7 @@ def main() -> int:
         print(rows[-1], flush=True)
     if not chosen.only:
         heads = "| producers | requests | bad luck | states | steps | ends | depth | seconds |\n"
-        machine = f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}"
+        machine = f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release().partition('-')[0]}"
         made = f"\nMade on {datetime.date.today()}, {machine}, Python {platform.python_version()}, one process.\n"
         chosen.out.write_text(HEAD + heads + "|--:|--:|---|--:|--:|--:|--:|--:|\n" + "\n".join(rows) + "\n" + made)
     return 0 if whole else 1

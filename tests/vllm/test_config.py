@@ -41,6 +41,7 @@ def test_unknown_option_names_the_nearest() -> None:
         ({"write_targets": ["here"]}, ["write_targets", "'here'", "network"]),
         ({"write_targets": "10.0.0.0/8"}, ["write_targets", "'10.0.0.0/8'", "list"]),
         ({"secure_port": 70_000}, ["secure_port", "70000", "65535"]),
+        ({"max_message_bytes": 1 << 27}, ["max_message_bytes", "134217728", "at most 67108864"]),
         ({"bootstrap_tls_cert": "a.pem"}, ["bootstrap_tls_cert", "bootstrap_tls_key", "together"]),
         ({"bootstrap_server_address": "nowhere"}, ["bootstrap_server_address", "'nowhere'", "host:port"]),
     ],

@@ -129,7 +129,7 @@ STATEFUL: Final = frozenset({Model.LFM2, Model.QWEN3_NEXT})
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A combination that cannot be, and why."""
+    """A combination that is in no cell, and why."""
 
     why: str
     holds: Callable[[Cell], bool]
@@ -157,7 +157,8 @@ FORBIDDEN: Final = (
         lambda c: c.peer is Peer.PREFILL and c.blocks in (Blocks.SMALLER, Blocks.UNEVEN),
     ),
     Rule(
-        "with vLLM's own connector, states are exchanged only between equal tensor parallel sizes",
+        "with vLLM's own connector, states between unequal tensor parallel sizes are in no cell: refused where it "
+        "writes, tested in tests/vllm/test_upstream.py where kvferry does",
         lambda c: c.peer is not Peer.NONE and c.model in STATEFUL and len(set(c.tp.sizes)) > 1,
     ),
     Rule(

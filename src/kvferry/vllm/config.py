@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hi
 
 from kvferry.control import Networks
 from kvferry.errors import ConfigError, ConfigReason
+from kvferry.protocol import MAX_MESSAGE_BYTES
 from kvferry.runtime.options import UpstreamPeers
 from kvferry.runtime.upstream_caches import Declared
 from kvferry.transport.engine_settings import parse_variables
@@ -90,8 +91,8 @@ class Config:
     max_layouts: int = 4_096
     """Most layouts of peers' ranks that one rank remembers; one that was forgotten is asked for again."""
 
-    max_message_bytes: int = 67_108_864
-    """Largest message of a peer that is read; a peer that sends a larger one is cut off."""
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    """Largest message of a peer that is read, at most the default; a peer that sends a larger one is cut off."""
 
     max_queued_messages: int = 10_000
     """Most messages that wait to be sent to one peer; at one more it is taken as lost."""
@@ -171,8 +172,8 @@ class Config:
                 raise _invalid(option.name, value, "a number above 0")
             if option.name in _COUNTS and not value >= 0:
                 raise _invalid(option.name, value, "0 or more")
-            if option.name in _FRACTIONS and not value <= 1:
-                raise _invalid(option.name, value, "at most 1")
+            if option.name in _MOST and not value <= _MOST[option.name]:
+                raise _invalid(option.name, value, f"at most {_MOST[option.name]}")
             if option.name in _PORTS and value is not None and not 0 <= value <= 65_535:
                 raise _invalid(option.name, value, "a port, 0 to 65535")
         if self.bootstrap_server_address is not None:
@@ -210,7 +211,7 @@ _POSITIVE: Final = frozenset(
     }
 )
 _COUNTS: Final = frozenset({"retries"})
-_FRACTIONS: Final = frozenset({"quarantine_max_fraction"})
+_MOST: Final = {"quarantine_max_fraction": 1, "max_message_bytes": MAX_MESSAGE_BYTES}
 _PORTS: Final = frozenset({"side_channel_port", "bootstrap_port", "secure_port"})
 
 
