@@ -17,6 +17,23 @@ def test_round_trip() -> None:
     assert parse_layout(encode_layout(layout)) == layout
 
 
+def test_a_file_is_indented_for_people() -> None:
+    lines = encode_layout(worker([page("l0", tokens=4, nbytes=8)])).decode().splitlines()
+    assert lines[:3] == ["{", '  "engine_id": "engine",', '  "parallel": {']
+    assert lines[3] == '    "tp_rank": 0,'
+
+
+@pytest.mark.parametrize(("path", "longest"), [
+    (("engine_id",), 512), (("components", 0, "layer"), 512), (("components", 0, "axes", 0, "name"), 64),
+])  # fmt: skip
+def test_names_have_one_character_at_least(path: tuple[str | int, ...], longest: int) -> None:
+    for right in ("x", "x" * longest):
+        parse_layout(changed(path, right))
+    for wrong in ("", "x" * (longest + 1)):
+        with pytest.raises(PlanError, match=f"Expected `str` of length.*{path[-1]}"):
+            parse_layout(changed(path, wrong))
+
+
 def paths(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
     found = [path] if path else []
     if isinstance(value, dict):

@@ -51,3 +51,13 @@ def test_interleaved_combs_are_not_nested_yet_disjoint() -> None:
 )
 def test_what_is_folded(listed: list[Loop], run: int, folded: Nest) -> None:
     assert nest_of(listed, run) == folded
+
+
+def test_a_stride_equal_to_the_reach_below_it_is_nested() -> None:
+    """Three steps of 10 around 5 bytes reach to 25: a loop of that stride, which is no fold of them, clears them."""
+    tight, loose = nest_of([Loop(2, 25), Loop(3, 10)], 5), nest_of([Loop(2, 24), Loop(3, 10)], 5)
+    assert (tight.loops, tight.runs, tight.reach, tight.is_nested) == ((Loop(3, 10), Loop(2, 25)), 6, 50, True)
+    assert not loose.is_nested
+    # 50 would fold into the loop of 25; a third loop at 51 clears both, and at 49 it does not.
+    assert nest_of([Loop(2, 25), Loop(3, 10), Loop(3, 51)], 5).is_nested
+    assert not nest_of([Loop(2, 25), Loop(3, 10), Loop(3, 49)], 5).is_nested

@@ -87,4 +87,6 @@ def test_a_share_of_one_rank_is_no_share() -> None:
     assert (dealt.share, dealt.entry_tokens) == (ContextParallel(0, 4, 2), 32)
     last = msgspec.structs.replace(dealt, context_parallel=ContextParallel(3, 4, 2))
     assert last != dealt
-    assert last.without_rank() == dealt.without_rank()
+    assert last.without_rank() == dealt.without_rank() == dealt
+    pair = Group("attention", 8, context_parallel=ContextParallel(1, 2, 2))
+    assert (pair.share, pair.entry_tokens) == (ContextParallel(1, 2, 2), 16)

@@ -5,7 +5,8 @@ import pytest
 from kvferry.layout import Component, ContextParallel, Group, bind_layout
 from kvferry.plan import compile_plan
 from kvferry.plan import pair as room
-from kvferry.plan.pair import ClassPlan, class_key
+from kvferry.plan.assign import Hole
+from kvferry.plan.pair import ClassPlan, class_key, hole_key
 from kvferry.testing.layouts import at, page, side_by_side, state, worker
 
 
@@ -43,6 +44,29 @@ def test_an_interleave_cuts_units() -> None:
     dealt = [Group("attention", 16, context_parallel=ContextParallel(0, 2, turn)) for turn in (8, 4)]
     assert class_key(one, one, (dealt[0], Group("attention", 16))).unit_rows == 4
     assert class_key(one, one, (dealt[0], dealt[1])).unit_rows == 2
+
+
+@pytest.mark.parametrize(
+    ("block", "row_tokens", "own", "missing", "rows"),
+    [
+        (12, 2, None, 8, 2),  # 6 rows in a block, 4 in a deal
+        (12, 1, None, 8, 4),
+        (16, 2, None, 4, 2),
+        (3, 1, None, 2, 1),
+        (12, 2, 4, 12, 2),  # the consumer is dealt to as well
+        (24, 2, 12, 8, 2),
+    ],
+)
+def test_units_in_which_a_hole_is_looked_for_lie_in_one_block_and_one_deal(
+    block: int, row_tokens: int, own: int | None, missing: int, rows: int
+) -> None:
+    share = None if own is None else ContextParallel(1, 2, own)
+    group = Group("attention", block, context_parallel=share)
+    there = bind_layout(worker([dense(block, 1, row_tokens=row_tokens)], groups=[group])).placement
+    hole = Hole(0, ContextParallel(0, 2, missing))
+    key = hole_key(there, hole)
+    assert (key.unit_rows, key.unit_tokens) == (rows, rows * row_tokens)
+    assert (key.src.share, key.dst.share, key.src.block_tokens) == (hole.share, share, block)
 
 
 def classes_of(components: list[Component], groups: list[Group]) -> tuple[ClassPlan, ...]:
