@@ -41,7 +41,8 @@ nothing, because such an event came late, came twice, or is about something that
    (the option `quarantine_max_fraction`) every new fetch is refused, by name, until a proof comes: the process ends, or
    goes on and says that it has given up. Blocks are never given back unproven.
 5. **At most one write for each (transfer, consumer rank).** A pull that comes twice is refused the second time, and not
-   before the first is quiet. No write begins for a transfer that is over.
+   before the first is quiet; a producer that has no room to keep it until then does not answer it, since the first is
+   answered. A pull that was refused for want of room stays refused. No write begins for a transfer that is over.
 6. **A word that frees is given late.** A producer names a request, as ok or as failed, only when its write is quiet,
    because a peer frees its blocks on either word. Until then it says "still at it", every few seconds.
    Where its engine had to be destroyed and bytes that had left may still land, a kvferry consumer is told to fence
@@ -75,8 +76,9 @@ newest 1,024 transfers with the newest 64 events of each, as words: no block lis
 * Hypothesis drives both machines, joined over a network that loses, repeats and reorders, with timers, restarts and
   failing engines, and checks them after every event (`tests/protocol/test_joined.py`).
 * Small worlds are explored without gaps, with the machines themselves: two producer ranks, one consumer rank, two
-  requests, and a crash of either side, lost, repeated and late messages, lies of an engine, aborts (`make model-check`;
-  states, steps and what holds in each are in [model-check.md](model-check.md)).
+  requests, and a crash of either side, lost, repeated and late messages, lies of an engine, aborts, bytes that land
+  after their writer's end (`make model-check`; states, steps and what holds in each are in
+  [model-check.md](model-check.md)).
 * Faults are injected into real processes (`make faults`); what each side said is in [faults.md](faults.md).
 """
 

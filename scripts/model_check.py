@@ -31,7 +31,9 @@ with one whole world of joined machines, and let machines with a mistake in them
 In every state of every world:
 
 * each transfer ends at most once on each side, and each ticket's blocks go back at most once;
-* no block goes back while a write that touches it may land, and no write begins into a block that has gone back;
+* no block goes back while a write that touches it may land, and no write begins into a block that has gone back; in
+  the worlds where bytes outlive their writer, they land until the engine that receives them is destroyed, whatever
+  became of the one that sent them;
 * a producer gives no block back while its engine may read it;
 * a request is named in an answer only when its write is quiet, and each pull has one last answer;
 * no write begins for a transfer that is over;

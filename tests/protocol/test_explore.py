@@ -3,6 +3,7 @@
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -15,14 +16,16 @@ from kvferry.protocol import (
     Producer,
     ProducerLost,
     Published,
+    Quieted,
     SendPull,
     Source,
     Table,
     WriteFailed,
 )
+from kvferry.protocol.replies import Verdict
 from kvferry.testing.explore import Budget, PromiseBrokenError, SmallWorld, Step, explore, small_world
 from kvferry.testing.explore_parts import ConsumerPart, ProducerPart, new_consumer, new_producer, number_of
-from kvferry.testing.explore_world import luck_of
+from kvferry.testing.explore_world import Left, luck_of
 from kvferry.testing.joined import SPAN, ConsumerRank, Joined, Message, ProducerRank
 
 SMALL = [
@@ -34,6 +37,8 @@ SMALL = [
     "two requests, one crash",
     "two requests, the consumer dies",
     "one request, one broken connection, a fence that proves nothing",
+    "two requests, one crash that leaves bytes under way",
+    "one request, one lie, one hurry, bytes outlive their writer",
 ]
 
 
@@ -78,6 +83,31 @@ class HastyProducer(Producer):
         return super().handle(event, now)
 
 
+class CarelessProducer(Producer):
+    """Takes the end of its engine for the end of what had left it."""
+
+    def handle(self, event, now):  # type: ignore[no-untyped-def]
+        if isinstance(event, Quieted):
+            event = Quieted(event.writes)
+        return super().handle(event, now)
+
+
+class CarelessConsumer(Consumer):
+    """Takes every last word of a producer for quiet, also one that says otherwise."""
+
+    def _follow(self, fetch, pull, verdict):  # type: ignore[no-untyped-def]
+        if verdict.kind is Verdict.DOUBT:
+            verdict = replace(verdict, kind=Verdict.REFUSED)
+        super()._follow(fetch, pull, verdict)
+
+
+class CurtProducer(Producer):
+    """Names all requests of a pull that it has no room for, also one that it is writing for."""
+
+    def serves(self, puller, transfers):  # type: ignore[no-untyped-def]
+        return False
+
+
 def hasty() -> Consumer:
     return HastyConsumer(new_consumer().limits)
 
@@ -103,6 +133,48 @@ def test_a_producer_that_believes_its_engine_is_found_out(monkeypatch: pytest.Mo
     world = SmallWorld(producers=1, requests=1, budget=Budget(lies=1))
     with pytest.raises(PromiseBrokenError, match=r"(?s)(still being read|named before it is quiet).*after:.*lie"):
         explore(world)
+
+
+def test_a_consumer_that_trusts_the_end_of_the_writer_is_found_out_only_by_what_outlives_it() -> None:
+    assert explore(SmallWorld(producers=1, requests=1, budget=Budget(crashes=1), consumer=hasty)).whole
+    world = SmallWorld(producers=1, requests=1, budget=Budget(crashes=1, landings=1), consumer=hasty)
+    with pytest.raises(PromiseBrokenError, match=r"(?s)given back while a write may land.*crash_with_bytes.*notice"):
+        explore(world)
+
+
+OUTLIVING = Budget(lies=1, hurries=1, landings=1)
+GIVEN_BACK_EARLY = r"(?s)given back while a write may land.*after:.*lie.*be_proven_to_read_nothing.*arrive"
+
+
+def test_a_producer_that_takes_what_may_land_for_quiet_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.testing.explore_parts.Producer", CarelessProducer)
+    assert explore(SmallWorld(producers=1, requests=1, budget=Budget(lies=1, hurries=1))).whole
+    with pytest.raises(PromiseBrokenError, match=GIVEN_BACK_EARLY):
+        explore(SmallWorld(producers=1, requests=1, budget=OUTLIVING))
+
+
+def test_a_consumer_that_takes_what_may_land_for_quiet_is_found_out() -> None:
+    def careless() -> Consumer:
+        return CarelessConsumer(new_consumer().limits)
+
+    assert explore(SmallWorld(producers=1, requests=1, budget=Budget(lies=1, hurries=1), consumer=careless)).whole
+    with pytest.raises(PromiseBrokenError, match=GIVEN_BACK_EARLY):
+        explore(SmallWorld(producers=1, requests=1, budget=OUTLIVING, consumer=careless))
+
+
+@pytest.mark.parametrize("curt", [False, True])
+def test_without_room_a_repeated_pull_frees_no_block_that_is_written(
+    curt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A producer with room for one pull, in a network that repeats: its only word for the repeat is none."""
+    kind, limits = (CurtProducer if curt else Producer), replace(new_producer().limits, pulls=1)
+    monkeypatch.setattr("kvferry.testing.explore_parts.new_producer", lambda: kind(limits))
+    world = SmallWorld(producers=1, requests=2, budget=Budget(repeats=2))
+    if curt:
+        with pytest.raises(PromiseBrokenError, match=r"(?s)given back while a write may land.*arrive_twice"):
+            explore(world)
+    else:
+        assert explore(world).whole
 
 
 class Whole(Joined):
@@ -157,8 +229,8 @@ class Whole(Joined):
                 self.fail_write(rank, write, quiet=False)
             case "fail", (write,):
                 self.fail_write(rank, write, quiet=True)
-            case "be_proven", ():
-                self.prove(rank)
+            case "be_proven" | "be_proven_to_read_nothing", ():
+                self.prove(rank, landing=name != "be_proven")
             case "be_fenced" | "fence_in_vain", (index,):
                 self.fence(0, index, works=name == "be_fenced")
             case "wait" | "hurry", (seconds,):
@@ -191,6 +263,7 @@ WALKS = [
     Budget(hurries=2, failures=1),
     Budget(cuts=1, vain_fences=2),
     Budget(repeats=1, aborts=1, hurries=1, lies=1),
+    Budget(lies=2, hurries=2, landings=1),
 ]
 
 
@@ -209,6 +282,8 @@ def test_what_is_looked_up_is_what_happens(ranks: int, requests: int, luck: Budg
             state, steps = after, steps + 1
             assert tuple(world.parts.number(part) for part in whole.parts()) == state[:-2], step
             assert Counter(whole.network) == Counter(world.under_way(state)), step
+            landing = {Left(one.destination, one.life, one.generation) for one in whole.left if whole._lands(one)}
+            assert landing == world.landing(state), step
         assert all(part.at_peace for part in whole.parts())
         longest = max(longest, steps)
     assert longest >= 8

@@ -13,6 +13,7 @@ from kvferry.protocol import (
     ProducerTick,
     Published,
     PullRefused,
+    Quieted,
     SourceReleased,
     Ticket,
     WriteDone,
@@ -48,6 +49,19 @@ def test_a_write_that_fails_because_its_consumer_died_keeps_the_blocks_for_secon
     one.wait(5.1)
     assert only(one.kept(LeaseEnded), LeaseEnded).outcome.fate is Fate.EXPIRED
     assert one.kept(SourceReleased) == [SourceReleased(T, TICKET)]
+
+
+def test_a_rank_that_gives_up_after_the_deadline_changes_nothing_for_a_write_in_doubt() -> None:
+    """The lease is overdue, and ends when the write is proven quiet; there is no other deadline to set."""
+    one = driver()
+    one.publish(seconds=20)
+    pull, _ = one.pull(expected=2)
+    one.feed(WriteFailed(write(pull), FAILED, quiet=False))
+    one.wait(25)
+    one.feed(PeerAborted(D0, T, expected=2))
+    assert ended(one) == [0, 0]
+    one.feed(Quieted((write(pull),)))
+    assert ended(one) == [1, 1]
 
 
 @pytest.mark.parametrize("announced", [True, False])

@@ -110,10 +110,10 @@ class Bad(RuleBasedStateMachine):
         else:
             self.world.fail_write(rank, write, quiet=how == "quiet")
 
-    @rule(rank=ranks)
-    def prove(self, rank: int) -> None:
+    @rule(rank=ranks, landing=st.booleans())
+    def prove(self, rank: int, landing: bool) -> None:
         if self.world.producers[self.producer(rank)].proofs:
-            self.world.prove(self.producer(rank))
+            self.world.prove(self.producer(rank), landing=landing)
 
     @rule(rank=ranks, pick=picks, works=st.booleans())
     def fence(self, rank: int, pick: int, works: bool) -> None:

@@ -17,6 +17,7 @@ from kvferry.protocol import (
     LayoutAnswer,
     LayoutAsk,
     Note,
+    ProducerLimits,
     Pull,
     PullExtension,
     Reply,
@@ -26,6 +27,7 @@ from kvferry.protocol import (
     Status,
     Table,
     decode_inbound,
+    decode_reply,
     encode,
     make_hello_answer,
 )
@@ -55,6 +57,16 @@ def a_pull(pair: Joined, **changes: Any) -> Pull:
     pull = PullMaker(consumer, "127.0.0.1").pull(pulled, engine, 0, receiver=receiver, inline=True)
     assert isinstance(pull.kvferry, PullExtension)
     return msgspec.structs.replace(pull, kvferry=msgspec.structs.replace(pull.kvferry, **changes))
+
+
+class Ear:
+    """An outlet that keeps what is sent."""
+
+    def __init__(self, heard: list[bytes]) -> None:
+        self.send = lambda connection, data: heard.append(data)
+
+    def address_of(self, connection: bytes) -> str:
+        return ""
 
 
 def refusal(pair: Joined, message: object) -> str:
@@ -105,6 +117,32 @@ def test_placements_that_nobody_named_are_not_kept(pair: Joined) -> None:
 )
 def test_bases_that_are_no_binding_are_refused(pair: Joined, bases: tuple[int, ...]) -> None:
     assert refusal(pair, a_pull(pair, bases=bases)) == ProtocolReason.PLAN_REFUSED
+
+
+def test_a_wrong_repeat_of_a_pull_that_is_not_over_is_not_answered(pair: Joined) -> None:
+    """A refusal says that nothing is written for the pull, and its sender would free the blocks of the first."""
+    producer, good, wrong = pair.producers[0], a_pull(pair), a_pull(pair, bases=())
+    heard: list[bytes] = []
+    pair.call(producer.attach, Ear(heard))
+    pair.call(producer.on_message, b"stranger", encode(good))
+    pair.call(producer.on_message, b"stranger", encode(wrong))
+    assert (heard, len(producer._pulls)) == ([], 1)
+    pair.call(producer.withdraw, TransferId("t"))
+    assert [decode_reply(one).status for one in heard] == [Status.FINISH]
+    assert refusal(pair, wrong) == ProtocolReason.PLAN_REFUSED
+
+
+def test_a_repeat_without_room_for_it_is_not_answered_and_not_kept() -> None:
+    pair = join([token_major(0, 4, 0)], token_major(0, 4, 0), producer_limits=ProducerLimits(pulls=1))
+    producer, heard = pair.producers[0], list[bytes]()
+    pair.call(producer.attach, Ear(heard))
+    for _ in range(3):
+        pair.call(producer.on_message, b"stranger", encode(a_pull(pair)))
+    assert (heard, len(producer._pulls)) == ([], 1)
+    pair.call(producer.withdraw, TransferId("t"))
+    (last,) = map(decode_reply, heard)
+    assert (last.status, last.err_reqs, producer._pulls) == (Status.FINISH, ("r",), {})
+    pair.close()
 
 
 def test_a_layout_ask_is_answered_with_our_own_placements_each_once(pair: Joined) -> None:

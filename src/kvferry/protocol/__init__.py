@@ -12,7 +12,8 @@ Glossary
     fate       done, failed, aborted or expired; reported once, at once
     quiet      proven: no byte of a write moves any more. Only then blocks are released
     in doubt   not quiet, and nobody says that it will be: proven by a fence
-    fence      an engine destroyed, the writer's or the receiver's
+    fence      an engine destroyed. The receiver's: nothing lands through it any more. The writer's: nothing is read for
+               its writes any more; over sockets what had left may still land
     life       one incarnation of an engine; what was learnt from it dies with it
 
 A driver feeds events to a machine, with the time, and carries out the actions it returns.
@@ -88,6 +89,7 @@ from kvferry.protocol.producer_events import (
     Published,
     PullArrived,
     PulledRequest,
+    PullIgnored,
     PullRefused,
     Quieted,
     ReleaseOrdered,
@@ -169,6 +171,7 @@ __all__ = [
     "PullExtension",
     "PullFailed",
     "PullId",
+    "PullIgnored",
     "PullKey",
     "PullRefused",
     "PulledRequest",

@@ -9,7 +9,9 @@ request of one pull is owed; the tables in ``tables`` say how leases and writes 
 * No write starts unless its lease is published, and at most one ever for each (transfer, consumer rank): a pull that
   comes again, by a retry or a duplicating network, is refused, and not before the first is quiet.
 * Every request of a pull is named in exactly one answer, as ok or err, and not before its write is quiet, because an
-  upstream consumer frees its blocks on either word. Until then the pull is kept alive by empty answers.
+  upstream consumer frees its blocks on either word. Until then the pull is kept alive by empty answers. Where there is
+  no room to keep a pull that comes again until the first is quiet, it is ignored: the first is answered. One that was
+  refused for want of room stays refused, since its refusal has freed blocks.
 * A lease is done when as many ranks of one side as that side expects have been served; errors do not count, ranks
   that gave up do, but then it is not done but aborted or failed.
 * A transfer that is over stays over: late pulls are told how it ended, and it is not published again.
@@ -22,13 +24,14 @@ request of one pull is owed; the tables in ``tables`` say how leases and writes 
 A failed write is *in doubt* until its completion, or an engine destroyed, proves it quiet.
 """
 
-from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import assert_never
 
 from kvferry.errors import LocalProtocolError, ProtocolReason
 from kvferry.ids import TransferId
 from kvferry.protocol.invariants import holds
+from kvferry.protocol.newest import Newest
 from kvferry.protocol.producer_checks import check_lease, check_writes
 from kvferry.protocol.producer_events import (
     Announced,
@@ -46,6 +49,7 @@ from kvferry.protocol.producer_events import (
     Published,
     PullArrived,
     PulledRequest,
+    PullIgnored,
     PullRefused,
     Quieted,
     ReleaseOrdered,
@@ -67,6 +71,7 @@ from kvferry.protocol.producer_records import (
     WriteDue,
 )
 from kvferry.protocol.story import Entry, Story
+from kvferry.protocol.strangers import Strangers
 from kvferry.protocol.tables import (
     LEASE_ENDED,
     LEASE_TABLE,
@@ -78,14 +83,8 @@ from kvferry.protocol.tables import (
     WriteStep,
 )
 from kvferry.protocol.timers import Timers
-from kvferry.protocol.values import DONE, Fate, Outcome, Puller, PullId, Ticket, WriteId
+from kvferry.protocol.values import Fate, Outcome, Puller, PullId, Ticket, WriteId
 
-_FATES = {
-    LeaseState.FAILED: Fate.FAILED,
-    LeaseState.ABORTED: Fate.ABORTED,
-    LeaseState.EXPIRED: Fate.EXPIRED,
-}
-_OTHER_PROMPT = "the transfer id was given to another prompt; each prompt needs one of its own"
 _REASONS = {LeaseStep.WITHDRAW: ProtocolReason.ABORTED, LeaseStep.TIME_OUT: ProtocolReason.EXPIRED}
 
 
@@ -98,8 +97,9 @@ class Producer:
         self._leases: dict[TransferId, Lease] = {}
         self._pulls: dict[PullId, PullRecord] = {}
         self._writes: dict[WriteId, Write] = {}
-        self._strangers: Counter[Puller] = Counter()
-        self._remembered: OrderedDict[TransferId, ProtocolReason] = OrderedDict()
+        self._strangers = Strangers(self.limits.strangers, self.limits.strangers_per_peer)
+        self._turned_away: Newest[tuple[TransferId, Puller], ProtocolReason] = Newest(self.limits.remembered)
+        self._remembered: Newest[TransferId, ProtocolReason] = Newest(self.limits.remembered)
         self._timers: Timers[TimerKey] = Timers()
         self._closing = False
         self._now = 0.0
@@ -130,6 +130,11 @@ class Producer:
     def open_pulls(self) -> int:
         """Pulls that have not had their last answer."""
         return len(self._pulls)
+
+    def serves(self, puller: Puller, transfers: Iterable[TransferId]) -> bool:
+        """Whether a pull of this rank for one of these is not over: no word that frees its blocks may be said."""
+        leases = [self._leases[transfer] for transfer in transfers if transfer in self._leases]
+        return any(self._first_of(lease, puller) is not None for lease in leases)
 
     def handle(self, event: ProducerEvent, now: float) -> tuple[ProducerAction, ...]:
         """Take in one event; what must now be done, in order."""
@@ -232,13 +237,13 @@ class Producer:
         if lease is not None:
             self._end(lease, LeaseStep.WITHDRAW)
         elif transfer not in self._remembered:
-            self._remember(transfer, ProtocolReason.ABORTED)
+            self._remembered.note(transfer, ProtocolReason.ABORTED)
 
     def _release_ordered(self, transfer: TransferId) -> None:
         lease = self._leases.get(transfer)
         if lease is None:
             if transfer not in self._remembered:
-                self._remember(transfer, ProtocolReason.ABORTED)
+                self._remembered.note(transfer, ProtocolReason.ABORTED)
         elif lease.state not in LEASE_ENDED:
             lease.due, lease.overdue = LeaseStep.WITHDRAW, True
             self._review(lease)
@@ -250,12 +255,10 @@ class Producer:
             raise LocalProtocolError(
                 ProtocolReason.MALFORMED, f"pull {event.pull} given twice, or expecting {event.expected} ranks"
             )
-        requests = {one.request: one for one in event.requests}
-        if len(requests) != len(event.requests) or not requests:
+        if not event.requests or len({one.request for one in event.requests}) < len(event.requests):
             raise LocalProtocolError(ProtocolReason.MALFORMED, f"pull {event.pull} repeats a request, or has none")
         if self._closing or len(self._pulls) >= self.limits.pulls:
-            reason = ProtocolReason.ABORTED if self._closing else ProtocolReason.LIMIT_EXCEEDED
-            self._actions.append(Answer(event.pull, err=tuple(Failure(name, reason) for name in requests), finish=True))
+            self._turn_away(event)
             return
         record = self._pulls[event.pull] = PullRecord(event.pull)
         for one in event.requests:
@@ -264,10 +267,25 @@ class Producer:
         for one in event.requests:
             self._request_arrived(event, one)
 
+    def _turn_away(self, event: PullArrived) -> None:
+        """A pull that is not kept. What this rank has pulled already is not named: its first pull will be answered."""
+        reason = ProtocolReason.ABORTED if self._closing else ProtocolReason.LIMIT_EXCEEDED
+        repeated = {one.request for one in event.requests if self.serves(event.puller, [one.transfer])}
+        refused = [one for one in event.requests if one.request not in repeated]
+        for one in refused:
+            self._turned_away.note((one.transfer, event.puller), reason)
+        if refused:
+            err = tuple(Failure(one.request, reason) for one in refused)
+            self._actions.append(Answer(event.pull, err=err, finish=not repeated))
+        if repeated:
+            self._actions.append(PullIgnored(event.pull))
+
     def _request_arrived(self, event: PullArrived, wanted: PulledRequest) -> None:
         write = Write(WriteId(event.pull, wanted.request), wanted, event.puller)
         lease, refusal = self._lease_for(event, wanted.transfer)
         if lease is None or refusal is not None:
+            if refusal is ProtocolReason.LIMIT_EXCEEDED:
+                self._turned_away.note((wanted.transfer, event.puller), refusal)
             self._note(wanted.transfer, f"refused {refusal}")
             self._name(write, Failure(wanted.request, refusal or ProtocolReason.UNKNOWN_TRANSFER))
             return
@@ -290,10 +308,12 @@ class Producer:
     def _lease_for(self, event: PullArrived, transfer: TransferId) -> tuple[Lease | None, ProtocolReason | None]:
         """The lease that a pull may draw on, or why it may not."""
         lease = self._leases.get(transfer)
+        refusal = self._turned_away.get((transfer, event.puller))
+        if refusal is None and lease is None:
+            refusal = self._remembered.get(transfer)
+        if refusal is not None:
+            return lease, refusal
         if lease is None:
-            ended = self._remembered.get(transfer)
-            if ended is not None:
-                return None, ended
             lease = self._new_stranger(transfer, event.puller)
             return lease, None if lease else ProtocolReason.LIMIT_EXCEEDED
         if self._first_of(lease, event.puller) is not None:
@@ -311,9 +331,8 @@ class Producer:
         if lease is None or lease.state in LEASE_ENDED:
             return
         side, rank = event.puller.side, event.puller.rank
-        if rank in lease.served.get(side, ()) or rank in lease.given_up.get(side, ()):
-            return
-        if lease.pullers() >= self.limits.pullers:
+        known = rank in lease.served.get(side, ()) or rank in lease.given_up.get(side, ())
+        if known or lease.pullers() >= self.limits.pullers:
             return
         lease.expected.setdefault(side, event.expected)
         lease.given_up.setdefault(side, set()).add(rank)
@@ -350,9 +369,9 @@ class Producer:
     def _start(self, lease: Lease, write: Write) -> None:
         if write.behind is not None:
             return
-        if not lease.is_of(write.wanted):
+        write.failure = lease.mismatch(write.wanted)
+        if write.failure is not None:
             # Not tried: the consumer that the cache is meant for may be another rank's request, or come later.
-            write.failure = Failure(write.id.request, ProtocolReason.OTHER_PROMPT, _OTHER_PROMPT)
             self._write_ended(write.id, WriteStep.REFUSE)
             return
         lease.tried.add(write.puller)
@@ -441,12 +460,10 @@ class Producer:
         return lease
 
     def _new_stranger(self, transfer: TransferId, puller: Puller) -> Lease | None:
-        mine = self._strangers[puller]
-        if mine >= self.limits.strangers_per_peer or self._strangers.total() >= self.limits.strangers:
+        if not self._strangers.take(puller):
             return None
         lease = self._new_lease(transfer, self._now + self.limits.stranger_wait)
         lease.stranger_of = puller
-        self._strangers[puller] += 1
         return lease
 
     def _set_deadline(self, lease: Lease, deadline: float) -> None:
@@ -457,11 +474,7 @@ class Producer:
         """How long a published lease waits for the next pull: less, once those who came will not be served."""
         if lease.state is not LeaseState.PUBLISHED or lease.overdue:
             return
-        if lease.forlorn or (lease.served and not lease.writes):
-            wait = self.limits.lost_grace if lease.forlorn else self.limits.side_wait
-            lease.kept_until = min(lease.kept_until or lease.deadline, self._now + wait)
-        else:
-            lease.kept_until = None
+        lease.mind_wait(self._now, self.limits)
         self._timers.set(LeaseDue(lease.transfer), lease.kept_until or lease.deadline)
 
     def _review(self, lease: Lease) -> None:
@@ -488,8 +501,7 @@ class Producer:
         if step is not LeaseStep.COMPLETE:
             lease.reason = reason or _REASONS.get(step, ProtocolReason.PEER_FAILED)
         if lease.ticket is not None:
-            outcome = Outcome(_FATES[lease.state], lease.reason) if lease.reason else DONE
-            self._emit(lease.transfer, LeaseEnded(lease.transfer, lease.ticket, outcome))
+            self._emit(lease.transfer, LeaseEnded(lease.transfer, lease.ticket, lease.outcome))
         for write in [self._writes[one] for one in lease.writes]:
             if lease.reason is not None or write.state is WriteState.WAITING:
                 self._give_up(write, lease.reason or ProtocolReason.UNKNOWN_TRANSFER)
@@ -498,14 +510,9 @@ class Producer:
     def _drop(self, lease: Lease) -> None:
         """The lease is over and nothing reads its blocks."""
         del self._leases[lease.transfer]
-        self._remember(lease.transfer, lease.reason or ProtocolReason.UNKNOWN_TRANSFER)
+        self._remembered.note(lease.transfer, lease.reason or ProtocolReason.UNKNOWN_TRANSFER)
         if lease.ticket is not None:
             self._emit(lease.transfer, SourceReleased(lease.transfer, lease.ticket))
-
-    def _remember(self, transfer: TransferId, reason: ProtocolReason) -> None:
-        self._remembered[transfer] = reason
-        if len(self._remembered) > self.limits.remembered:
-            self._remembered.popitem(last=False)
 
     # -------------------------------------------------------------------------------------------- time, closing
 
@@ -563,9 +570,7 @@ class Producer:
             return False
         lease.state = after
         if lease.stranger_of is not None:
-            self._strangers[lease.stranger_of] -= 1
-            if not self._strangers[lease.stranger_of]:
-                del self._strangers[lease.stranger_of]
+            self._strangers.give_back(lease.stranger_of)
             lease.stranger_of = None
         self._told.setdefault(lease.transfer, [])
         return True
@@ -589,10 +594,7 @@ class Producer:
         for lease in self._leases.values():
             check_lease(lease, self._writes, self._timers)
         check_writes(self._writes, self._leases, self._pulls, self._timers)
-        strangers = Counter(one.stranger_of for one in self._leases.values() if one.stranger_of)
-        holds(self._strangers == strangers, "strangers are counted")
+        self._strangers.check(one.stranger_of for one in self._leases.values() if one.stranger_of)
         holds(len(self._pulls) <= self.limits.pulls, "pulls are bounded")
-        holds(strangers.total() <= self.limits.strangers, "strangers are bounded")
         holds(len(self._leases) <= self.limits.leases + self.limits.strangers, "leases are bounded")
-        holds(len(self._remembered) <= self.limits.remembered, "memory is bounded")
         holds(len(self._timers) <= len(self._leases) + len(self._pulls) + len(self._writes), "no stray timer")

@@ -24,7 +24,8 @@ def check_lease(lease: Lease, writes: Mapping[WriteId, Write], timers: Timers[Ti
     holds(not (ended or published) or not any(waiting), "no write waits for what is there or over")
     holds(ended or published or all(waiting), "no write begins before its blocks are there")
     holds(not any(one.rank in lease.served.get(one.side, ()) for one in lease.gone), "who was served is not gone")
-    holds(not (published and lease.forlorn) or lease.kept_until is not None, "a forlorn lease is not kept for long")
+    waits = published and not lease.overdue
+    holds(not (waits and lease.forlorn) or lease.kept_until is not None, "a forlorn lease is not kept for long")
 
 
 def check_writes(

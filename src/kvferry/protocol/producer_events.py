@@ -110,7 +110,7 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class Quieted:
-    """It is proven that no byte of these writes is or will be moved (completion, or an engine destroyed)."""
+    """It is proven that nothing is read for these writes any more and, unless ``landing``, that nothing lands."""
 
     writes: tuple[WriteId, ...]
     landing: bool = False
@@ -195,6 +195,13 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class PullIgnored:
+    """Forget this pull without another word: a pull of the same rank before it is not over, and will be answered."""
+
+    pull: PullId
+
+
+@dataclass(frozen=True, slots=True)
 class StartWrite:
     """Bind, submit and report with ``WriteDone`` or ``WriteFailed``; a refusal by the plan is a quiet failure."""
 
@@ -239,7 +246,7 @@ class SourceReleased:
     ticket: Ticket
 
 
-ProducerAction = Answer | StartWrite | CancelWrite | ProveQuiet | LeaseEnded | SourceReleased
+ProducerAction = Answer | PullIgnored | StartWrite | CancelWrite | ProveQuiet | LeaseEnded | SourceReleased
 
 
 def word_of(action: ProducerAction) -> str:

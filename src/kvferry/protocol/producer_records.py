@@ -6,7 +6,14 @@ from kvferry.errors import LocalProtocolError, ProtocolReason
 from kvferry.ids import TransferId
 from kvferry.protocol.producer_events import Failure, PulledRequest
 from kvferry.protocol.tables import LEASE_ENDED, LeaseState, LeaseStep, WriteState
-from kvferry.protocol.values import PromptMark, Puller, PullId, Span, Table, Ticket, WriteId
+from kvferry.protocol.values import DONE, Fate, Outcome, PromptMark, Puller, PullId, Span, Table, Ticket, WriteId
+
+_FATES = {
+    LeaseState.FAILED: Fate.FAILED,
+    LeaseState.ABORTED: Fate.ABORTED,
+    LeaseState.EXPIRED: Fate.EXPIRED,
+}
+_OTHER_PROMPT = "the transfer id was given to another prompt; each prompt needs one of its own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +24,7 @@ class ProducerLimits:
     """Transfers known at once; one published beyond that is given back as failed, one announced is not noted."""
 
     pulls: int = 8_192
-    """Open pulls; one more is answered with an error."""
+    """Open pulls; one more is answered with an error, or not at all where it repeats an open one."""
 
     strangers: int = 1_024
     """Transfers that only peers have spoken of. They never hinder the others."""
@@ -29,7 +36,7 @@ class ProducerLimits:
     """Consumer ranks that one transfer may be pulled by."""
 
     remembered: int = 4_096
-    """Ended transfers of which late pulls are told how they ended."""
+    """Ended transfers of which late pulls are told how they ended; also pulls that were refused for want of room."""
 
     stranger_wait: float = 60.0
     """How long a pull for a transfer that only peers have spoken of may wait for the scheduler to speak of it."""
@@ -118,11 +125,18 @@ class Lease:
     reason: ProtocolReason | None = None
     """Why it ended otherwise than done."""
 
-    def is_of(self, wanted: PulledRequest) -> bool:
-        """Whether the cache is of the prompt that is asked for, as far as both ends have said what it is of."""
+    @property
+    def outcome(self) -> Outcome:
+        """How it ended."""
+        return Outcome(_FATES[self.state], self.reason) if self.reason else DONE
+
+    def mismatch(self, wanted: PulledRequest) -> Failure | None:
+        """Why a request is not served: the cache is of another prompt, as far as both ends have said what it is of."""
         if not self.prompt or wanted.prompt is None or wanted.span is None:
-            return True
-        return PromptMark(wanted.span.stop, wanted.prompt) in self.prompt
+            return None
+        if PromptMark(wanted.span.stop, wanted.prompt) in self.prompt:
+            return None
+        return Failure(wanted.request, ProtocolReason.OTHER_PROMPT, _OTHER_PROMPT)
 
     def pullers(self) -> int:
         return len(self.tried) + sum(len(ranks) for ranks in self.given_up.values())
@@ -144,6 +158,14 @@ class Lease:
         """Whether no side is known that can still be served: each that came has a rank that will not be."""
         sides = {puller.side for puller in self.gone}
         return bool(sides) and self.expected.keys() <= sides
+
+    def mind_wait(self, now: float, limits: ProducerLimits) -> None:
+        """Until when it is kept, as things are now."""
+        if self.forlorn or (self.served and not self.writes):
+            wait = limits.lost_grace if self.forlorn else limits.side_wait
+            self.kept_until = min(self.kept_until or self.deadline, now + wait)
+        else:
+            self.kept_until = None
 
     def settled(self) -> LeaseStep | None:
         """How a published lease ends once a side has nothing more to come for; ``None`` while one has."""

@@ -56,8 +56,8 @@ class ProducerJournal:
         """The engine was destroyed and made anew."""
         self._tally.count("engines_renewed", 1)
         logger.warning(
-            "the transfer engine of rank %d did not come to an end with %d write(s): it was destroyed, which proves "
-            "that they are over, and made anew; other writes under way have failed with it",
+            "the transfer engine of rank %d did not come to an end with %d write(s): it was destroyed, and so reads "
+            "nothing for them any more; it is made anew, and other writes under way have failed with it",
             self._local.index,
             doubtful,
         )

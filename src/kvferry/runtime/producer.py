@@ -45,6 +45,7 @@ from kvferry.protocol import (
     PullArrived,
     Puller,
     PullId,
+    PullIgnored,
     PullRefused,
     QuietAnswer,
     QuietAsk,
@@ -144,11 +145,11 @@ class ProducerCore:
         self._guarded = options.secret is not None
         self._peers = options.upstream_peers
         self._sender = Sender(local, options, thread, feed=self.feed, on_sent=self._sent, on_renewed=journal.renewed)
-        machine = Producer(replace(options.producer_limits, stranger_wait=options.timing.orphan))
-        self.story = machine.story
+        self._machine = Producer(replace(options.producer_limits, stranger_wait=options.timing.orphan))
+        self.story = self._machine.story
         """Lives of the newest transfers, for people."""
         self._pump: Pump[ProducerEvent, ProducerAction] = Pump(
-            machine, self._perform, tick=ProducerTick(), loop=thread.loop
+            self._machine, self._perform, tick=ProducerTick(), loop=thread.loop
         )
         self._pull_ids = itertools.count(1)
         self._pulls: dict[PullId, _OpenPull] = {}
@@ -226,14 +227,12 @@ class ProducerCore:
             if not missing:
                 logger.warning("a pull is refused: %s", error)
             side = self._local.side()
-            self._send(connection, make_refusal(reason, said, pull=pull, producer=side, missing=missing))
-            self._refused(pull)
+            self._refuse(connection, pull, make_refusal(reason, said, pull=pull, producer=side, missing=missing))
             return
         if admitted.pull < self._barred.get(puller_of(pull), 0):
             said = "the consumer has given this pull up before it came"
             answer = make_refusal(ProtocolReason.ABORTED, said, pull=pull, producer=self._local.side())
-            self._send(connection, answer)
-            self._refused(pull)
+            self._refuse(connection, pull, answer)
             return
         number = PullId(next(self._pull_ids))
         self._pulls[number] = _OpenPull(connection, pull, admitted)
@@ -248,9 +247,15 @@ class ProducerCore:
             return self._upstream.admit(pull, transport=transport)
         return admit(pull, self._local, self._plans, transport=transport)
 
-    def _refused(self, pull: Pull) -> None:
-        """Tell the machine of a pull that it never saw: whoever sent it may die without another word."""
+    def _refuse(self, connection: Connection, pull: Pull, refusal: Reply) -> None:
+        """Refuse a pull, and tell the machine of it: whoever sent it may die without another word.
+
+        A refusal says that nothing is written for it. So one that repeats a pull which is not over is not answered.
+        """
         transfers = tuple(dict.fromkeys(TransferId(transfer) for transfer, _ in pull.req_blocks.values()))
+        if self._machine.serves(puller_of(pull), transfers):
+            return
+        self._send(connection, refusal)
         self.feed(PullRefused(puller_of(pull), transfers))
 
     def _on_note(self, connection: Connection, note: LayoutAsk | AbortNotice | ReleaseNotice | QuietAsk) -> None:
@@ -295,6 +300,8 @@ class ProducerCore:
         match action:
             case Answer():
                 self._answer(action)
+            case PullIgnored():
+                self._forget_pull(action.pull)
             case StartWrite():
                 self._start(action)
             case CancelWrite():
@@ -336,9 +343,12 @@ class ProducerCore:
             reply = structs.replace(reply, kvferry=structs.replace(reply.kvferry, digests=digests))
         self._send(known.connection, reply)
         if action.finish:
-            del self._pulls[action.pull]
-            self._digests.pop(action.pull, None)
-            self._withheld.discard(action.pull)
+            self._forget_pull(action.pull)
+
+    def _forget_pull(self, pull: PullId) -> None:
+        del self._pulls[pull]
+        self._digests.pop(pull, None)
+        self._withheld.discard(pull)
 
     def _withholding(self, action: Answer, known: _OpenPull) -> Answer:
         """What may be said of it. An upstream consumer frees blocks on every word, and cannot be told to fence first.

@@ -18,7 +18,7 @@ from hashlib import blake2b
 from typing import Any, Final
 
 from kvferry.errors import ProtocolReason
-from kvferry.ids import EngineId, RequestId, TransferId
+from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.protocol import (
     Consumer,
     ConsumerLimits,
@@ -134,6 +134,10 @@ class ProducerPart(_Part):
         """The engine is destroyed."""
         self.prove(self.rank)
 
+    def be_proven_to_read_nothing(self) -> None:
+        """The engine is destroyed, and what had left it may still land."""
+        self.prove(self.rank, landing=True)
+
     def lose(self) -> None:
         """The connection is gone."""
         self.tell_producer(self.rank, ConsumerLost(tuple(self.me.came_from)))
@@ -151,10 +155,12 @@ class ProducerPart(_Part):
                 yield "failures", ("fail", write)
         if self.me.proofs:
             yield "", ("be_proven",)
+            yield "landings", ("be_proven_to_read_nothing",)
 
     def form(self) -> object:
         me, machine = self.me, self.me.machine
-        inside = (machine._leases, machine._pulls, machine._writes, machine._remembered)
+        ended = (machine._remembered.known, machine._turned_away.known)
+        inside = (machine._leases, machine._pulls, machine._writes, *ended)
         outside = (set(me.pulls), me.writes, me.proofs, me.ended, me.released, me.published, self._numbered)
         return self.rank, me.life, _due(machine, self.now), _frozen(inside, self.now), _frozen(outside, self.now)
 
@@ -233,11 +239,6 @@ class ConsumerPart(_Part):
         me = self.me
         return set(me.ended) == me.fetched == set(me.released) and not me.machine.held
 
-    @property
-    def generation(self) -> int:
-        """Of the engine that receives from the life that it knows."""
-        return self.me.generations[self.producer_life()]
-
     def _landing(self, consumer: int, ticket: Ticket) -> bool:
         self.freed.append(ticket)  # whether a write lands there is for the search to see
         return False
@@ -258,6 +259,8 @@ class Reaction:
     sent: tuple[Message, ...]
     started: tuple[Moving, ...]
     freed: tuple[Ticket, ...]
+    left: tuple[Moving, ...] = ()
+    """Writes whose engine is gone, of which bytes may still land."""
     broken: str | None = None
     """A promise that did not hold."""
 
@@ -275,7 +278,8 @@ class Local:
     fences: int = 0
     abortable: tuple[Ticket, ...] = ()
     given_back: frozenset[Ticket] = frozenset()
-    generation: int = 0
+    generations: dict[Incarnation, int] = field(default_factory=dict)
+    """Of a consumer: of the engines that receive, by the life that they receive from; 0 where there is none yet."""
     reactions: dict[Stimulus, Reaction] = field(default_factory=dict)
 
 
@@ -312,11 +316,10 @@ class Parts:
                 part.resolve_all()
         except AssertionError as error:
             return Reaction(number, (), (), (), broken=str(error) or "a promise is broken")
-        sent, started, freed = tuple(part.network), tuple(part.started), tuple(part.freed)
-        part.network.clear()
-        part.started.clear()
-        part.freed.clear()
-        return Reaction(self.number(part), sent, started, freed)
+        sent, started, freed, left = tuple(part.network), tuple(part.started), tuple(part.freed), tuple(part.left)
+        for done in (part.network, part.started, part.freed, part.left):
+            done.clear()
+        return Reaction(self.number(part), sent, started, freed, left)
 
 
 def _local(part: Part) -> Local:
@@ -328,7 +331,7 @@ def _local(part: Part) -> Local:
         local.fences = len(part.me.fences)
         local.abortable = tuple(sorted(part.me.fetched - set(part.me.ended)))
         local.given_back = frozenset(part.me.released)
-        local.generation = part.generation
+        local.generations = dict(part.me.generations)
     return local
 
 

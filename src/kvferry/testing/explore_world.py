@@ -5,18 +5,20 @@ engine, aborts, and timers that fire before what is under way arrives. Its state
 of the machines (:mod:`kvferry.testing.explore_parts`), of the messages under way, and of what is left of the budget.
 
 A crash takes all producer ranks: what they had sent may still arrive until the consumer notices, what was sent to them
-is lost, and the new life may compute the same prompts again. A death takes the consumer: each producer rank notices it
-some time later. Left out are keep-alives, which carry no word. The requests are alike, so they are asked for by name.
+is lost, and the new life may compute the same prompts again. Bytes that had left an engine when it ended, by a crash or
+for a proof, may land until the engine that they are for is destroyed. A death takes the consumer: each producer rank
+notices it some time later. Left out are keep-alives, which carry no word. The requests are alike, so they are asked for
+by name.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
 from kvferry.ids import TransferId
 from kvferry.protocol import Consumer, Ticket
-from kvferry.testing.explore_parts import ConsumerPart, Parts, ProducerPart, Reaction, Stimulus, new_consumer
-from kvferry.testing.joined import Message
+from kvferry.testing.explore_parts import ConsumerPart, Local, Parts, ProducerPart, Reaction, Stimulus, new_consumer
+from kvferry.testing.joined import Message, Moving, life_of_producer
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +43,23 @@ class Budget:
     vain_fences: int = 0
     """Fences that prove nothing, until they are tried again."""
 
+    landings: int = 0
+    """Ends of a writer's engine, by a crash or for a proof, after which bytes that had left it may still land."""
+
     def less(self, what: str) -> "Budget":
         """One piece of bad luck is used up."""
         return replace(self, **{what: getattr(self, what) - 1})
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Bytes on their way whose writer is gone: they land until the engine that they are for is destroyed."""
+
+    destination: Ticket
+    life: int
+    """Of the writer."""
+    generation: int
+    """Of the receive engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +77,7 @@ class Rest:
     """The life that the consumer knows of."""
     unheard: frozenset[int] | None = None
     """The consumer is dead, and these producer ranks have not noticed yet."""
+    left: frozenset[Left] = frozenset()
 
 
 Step = tuple[str, tuple[object, ...]]
@@ -118,6 +135,10 @@ class SmallWorld:
         """The messages that have not arrived."""
         return tuple(self._messages[number] for number in self._bags[state[-2]])
 
+    def landing(self, state: State) -> frozenset[Left]:
+        """What may still land although its writer is gone."""
+        return self._rests[state[-1]].left
+
     def _living(self, state: State) -> State:
         return state[:-2] if self._rests[state[-1]].unheard is None else state[:-3]
 
@@ -172,10 +193,13 @@ class SmallWorld:
         rest = self._rests[state[-1]]
         if rest.budget.crashes:
             yield ("crash", ()), self._crash(state, rest)
+            if rest.budget.landings and rest.unheard is None:
+                yield ("crash_with_bytes_on_their_way", ()), self._crash(state, self._leave(state, rest))
         if rest.unheard is not None:
             return
         if rest.budget.deaths:
-            now = replace(rest, unheard=frozenset(self._ranks), budget=rest.budget.less("deaths"))
+            budget = rest.budget.less("deaths")
+            now = replace(rest, unheard=frozenset(self._ranks), budget=budget, left=frozenset())
             yield ("die", ()), (*state[:-2], self._bag(()), self._rest(now))
         if rest.budget.aborts:
             less = replace(rest, budget=rest.budget.less("aborts"))
@@ -202,28 +226,45 @@ class SmallWorld:
             return reaction.broken
         locals_ = [*state[:-2]]
         locals_[where] = reaction.after
-        broken = self._crossed(locals_, reaction)
+        rest = rest or self._rests[state[-1]]
+        broken = self._crossed(locals_, reaction, rest.left)
         if broken is not None:
             return broken
-        rest = rest or self._rests[state[-1]]
+        if reaction.left or rest.left:
+            rest = replace(rest, left=self._landing_now(locals_, rest, reaction.left))
         under_way = self._bags[state[-2]] if bag is None else bag
         sent = [self._message(one) for one in reaction.sent if not one.to_producer or one.life == rest.life]
         if sent and rest.unheard is None:
             under_way = tuple(sorted([*under_way, *sent]))
         return (*locals_, self._bag(under_way), self._rest(rest))
 
-    def _crossed(self, locals_: list[int], reaction: Reaction) -> str | None:
+    def _crossed(self, locals_: list[int], reaction: Reaction, left: frozenset[Left]) -> str | None:
         """What no part sees alone: a block that is given back while another part writes into it."""
         consumer = self.parts.locals[locals_[-1]]
         for moving in reaction.started:
-            if moving.destination in consumer.given_back and moving.generation == consumer.generation:
+            if moving.destination in consumer.given_back and _lands(moving, consumer):
                 return LATE
-        for ticket in reaction.freed:
-            for number in locals_[:-1]:
-                for moving in self.parts.locals[number].moving:
-                    if moving.destination == ticket and moving.generation == consumer.generation:
-                        return GIVEN_BACK
-        return None
+        if not reaction.freed:
+            return None
+        aimed: list[Moving | Left] = [*left]
+        for number in locals_[:-1]:
+            aimed += self.parts.locals[number].moving
+        lands = any(one.destination in reaction.freed and _lands(one, consumer) for one in aimed)
+        return GIVEN_BACK if lands else None
+
+    def _landing_now(self, locals_: list[int], rest: Rest, more: Iterable[Moving]) -> frozenset[Left]:
+        """Of what the ended engines left, what can still land."""
+        if rest.unheard is not None:
+            return frozenset()
+        consumer = self.parts.locals[locals_[-1]]
+        left = rest.left.union(Left(one.destination, one.life, one.generation) for one in more)
+        return frozenset(one for one in left if _lands(one, consumer))
+
+    def _leave(self, state: State, rest: Rest) -> Rest:
+        """What the producers are writing stays on its way."""
+        writing = [moving for where in self._ranks for moving in self.parts.locals[state[where]].moving]
+        left = self._landing_now([*state[:-2]], rest, writing)
+        return replace(rest, left=left, budget=rest.budget.less("landings"))
 
     def _advance(self, state: State, seconds: float, budget: Budget) -> State | str:
         """Time passes for all; the order in which their timers fire does not matter, since they share only messages."""
@@ -285,6 +326,11 @@ class SmallWorld:
         return number
 
 
+def _lands(aimed: Moving | Left, consumer: Local) -> bool:
+    """Whether the engine that it is aimed at still exists."""
+    return aimed.generation == consumer.generations.get(life_of_producer(aimed.life), 0)
+
+
 def _without(bag: Bag, number: int) -> Bag:
     at = bag.index(number)
     return bag[:at] + bag[at + 1 :]
@@ -301,6 +347,7 @@ _WORDS: Final = {
     "hurries": "early deadline",
     "deaths": "death of the consumer",
     "vain_fences": "fence that proves nothing",
+    "landings": "bytes that outlive their writer",
 }
 
 

@@ -50,6 +50,7 @@ from kvferry.protocol import (
     PullArrived,
     PullExtension,
     PullId,
+    PullIgnored,
     PullKey,
     PullRefused,
     Quieted,
@@ -110,6 +111,9 @@ class Moving:
     generation: int
     """Of the consumer's receive engine; an older one is destroyed and nothing lands through it."""
 
+    life: int = 0
+    """Of the writer."""
+
     told: bool = False
     """The machine was told that it failed; it goes on all the same."""
 
@@ -123,8 +127,6 @@ class ProducerRank:
     pulls: dict[PullId, Pull] = field(default_factory=dict)
     came_from: dict[PullId, int] = field(default_factory=dict)
     writes: dict[WriteId, Moving] = field(default_factory=dict)
-    left: list[Moving] = field(default_factory=list)
-    """Writes of a destroyed engine of which bytes are still on their way."""
     proofs: list[tuple[WriteId, ...]] = field(default_factory=list)
     ended: Counter[Ticket] = field(default_factory=Counter)
     released: Counter[Ticket] = field(default_factory=Counter)
@@ -156,6 +158,8 @@ class Joined:
         self.network: list[Message] = []
         self._numbers = itertools.count(1)
         self._blocks = itertools.count(1)
+        self.left: list[Moving] = []
+        """Writes whose engine is gone, of which bytes that had left it may still land."""
         self._lost_later: list[tuple[int, tuple[PullId, ...]]] = []
         """Losses that a producer finds out by answering; told when it is done with that."""
         self.producers = [ProducerRank(_producer()) for _ in range(producers)]
@@ -202,7 +206,7 @@ class Joined:
         self.tell_consumer(rank, SourceResolved(transfer, self.producer_life(), upstream=False, targets=targets))
 
     def producer_life(self) -> Incarnation:
-        return Incarnation(EngineId("P"), f"life{self.producers[0].life}")
+        return life_of_producer(self.producers[0].life)
 
     def deliver(self, index: int, *, keep: bool = False) -> None:
         """A message arrives; ``keep``: it will come once more."""
@@ -221,6 +225,8 @@ class Joined:
         if not isinstance(inbound, Pull) or message.life != self.producers[0].life:
             return
         transfers = tuple(TransferId(transfer) for transfer, _ in inbound.req_blocks.values())
+        if self.producers[message.producer].machine.serves(puller_of(inbound), transfers):
+            return  # it repeats one that is not over
         side = Side("P", f"life{message.life}", message.producer)
         reply = make_refusal(ProtocolReason.PLAN_REFUSED, "refused", pull=inbound, producer=side)
         answer = Message(message.producer, message.consumer, message.life, to_producer=False, frame=encode(reply))
@@ -246,7 +252,7 @@ class Joined:
         producer = self.producers[rank]
         producer.proofs.clear()
         gone = tuple(producer.writes)
-        producer.left += [*producer.writes.values()] if landing else []
+        self.left += producer.writes.values() if landing else ()
         producer.writes.clear()
         self.tell_producer(rank, Quieted(gone, landing=landing))
 
@@ -276,8 +282,9 @@ class Joined:
         self.consumers[rank].fences.clear()
 
     def restart_producers(self) -> None:
-        """The producing engine dies and comes back under its name, with another epoch."""
+        """The producing engine dies and comes back under its name, with another epoch; what had left it still lands."""
         old = self.producer_life()
+        self.left += [moving for producer in self.producers for moving in producer.writes.values()]
         life = self.producers[0].life + 1
         self.producers = [ProducerRank(_producer(), life) for _ in self.producers]
         for rank in range(len(self.consumers)):
@@ -338,6 +345,8 @@ class Joined:
         match action:
             case Answer():
                 self._answer(rank, action)
+            case PullIgnored():
+                del producer.pulls[action.pull], producer.came_from[action.pull]
             case StartWrite():
                 pull = producer.pulls[action.write.pull]
                 moving = producer.writes[action.write] = self._moving(rank, action, pull)
@@ -366,7 +375,7 @@ class Joined:
         assert source is not None
         destination = Ticket(int(action.write.request.removeprefix("d-")))
         assert action.wanted.tables[0].blocks == (destination,)
-        return Moving(source, destination, consumer, generation)
+        return Moving(source, destination, consumer, generation, self.producers[rank].life)
 
     def _answer(self, rank: int, action: Answer) -> None:
         producer = self.producers[rank]
@@ -412,10 +421,9 @@ class Joined:
         assert max([*consumer.ended.values(), *consumer.released.values()], default=0) <= 1, "twice"
 
     def _landing(self, consumer: int, ticket: Ticket) -> bool:
+        moving = [one for producer in self.producers for one in producer.writes.values()]
         return any(
-            moving.destination == ticket and moving.consumer == consumer and self._lands(moving)
-            for producer in self.producers
-            for moving in (*producer.writes.values(), *producer.left)
+            one.destination == ticket and one.consumer == consumer and self._lands(one) for one in (*moving, *self.left)
         )
 
     def _story(self, transfer: TransferId) -> str:
@@ -426,7 +434,7 @@ class Joined:
 
     def _lands(self, moving: Moving) -> bool:
         """Whether the engine that the write is aimed at still exists."""
-        return moving.generation == self.consumers[moving.consumer].generations[self.producer_life()]
+        return moving.generation == self.consumers[moving.consumer].generations[life_of_producer(moving.life)]
 
     def _side(self, rank: int) -> Side:
         return Side("D", "once", rank)
@@ -495,6 +503,11 @@ class Joined:
             self.tell_producer(rank, ProducerTick())
         for rank in range(len(self.consumers)):
             self.tell_consumer(rank, ConsumerTick())
+
+
+def life_of_producer(life: int) -> Incarnation:
+    """How this life of the producing engine is named."""
+    return Incarnation(EngineId("P"), f"life{life}")
 
 
 def encode_note(notice: AbortNotice) -> bytes:
