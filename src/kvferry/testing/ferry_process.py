@@ -326,7 +326,8 @@ class ConsumerSide(SideProcess):
                     Fetch(ticket, request, TransferId(transfer), source, span, (table,), alternatives=others)
                 )
             case {"do": "cancel", "transfer": transfer}:
-                self.runtime.cancel(self._tickets_of[transfer])
+                if transfer in self._tickets_of:  # else its end and this command have crossed
+                    self.runtime.cancel(self._tickets_of[transfer])
             case {"do": "release", "transfer": transfer, "source": [engine, url]}:
                 source = Source(EngineId(engine), url)
                 self.runtime.release(TransferId(transfer), RequestId(f"r-{transfer}"), source)
