@@ -67,11 +67,16 @@ class HastyConsumer(Consumer):
         return actions
 
 
+def asks_nobody(producer):  # type: ignore[no-untyped-def]
+    return None
+
+
 class ForgetfulConsumer(Consumer):
     """Never asks for a fence: what is in doubt stays so."""
 
-    def _ask_for_fence(self, producer):  # type: ignore[no-untyped-def]
-        return None
+    def __init__(self, limits):  # type: ignore[no-untyped-def]
+        super().__init__(limits)
+        self._fences._ask = asks_nobody
 
 
 class HastyProducer(Producer):
@@ -101,11 +106,16 @@ class CarelessConsumer(Consumer):
         super()._follow(fetch, pull, verdict)
 
 
+def serves_nobody(puller, transfers):  # type: ignore[no-untyped-def]
+    return False
+
+
 class CurtProducer(Producer):
     """Names all requests of a pull that it has no room for, also one that it is writing for."""
 
-    def serves(self, puller, transfers):  # type: ignore[no-untyped-def]
-        return False
+    def __init__(self, limits):  # type: ignore[no-untyped-def]
+        super().__init__(limits)
+        self._pulls.serves = serves_nobody
 
 
 def hasty() -> Consumer:

@@ -1,5 +1,7 @@
 """Upstream's pairing of ranks and its block lists without positions, against plain loops that do what it does."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +10,8 @@ from kvferry.errors import RemoteProtocolError
 from kvferry.protocol import Span, Table
 from kvferry.protocol.upstream import (
     GroupRule,
+    check_kept,
+    check_listed,
     list_blocks,
     paired_ranks,
     paired_stages,
@@ -115,3 +119,67 @@ def test_the_span_is_what_full_attention_lacks() -> None:
     assert span_of((Table(None, (7,)),), (GroupRule(16, is_state=True),), Span(0, 63)) == Span(0, 63)
     with pytest.raises(RemoteProtocolError, match="different positions"):
         span_of(tables, (full, full), Span(0, 63))
+
+
+def kept_blocks(tokens: int, size: int, *, window: int | None, chunk: int | None) -> list[int]:
+    """The blocks that vLLM has left of a prompt it has computed: those in which the next token would look."""
+    next_looks = [
+        position
+        for position in range(tokens + 1)
+        if (window is None or position > tokens - window) and (chunk is None or position // chunk == tokens // chunk)
+    ]
+    first = next_looks[0] // size
+    return [*range(first, max(first, -(-tokens // size)))]
+
+
+def looked_at(tokens: int, *, window: int | None, chunk: int | None) -> list[int]:
+    """What the last token of a prompt looks at, itself left out."""
+    last = tokens - 1
+    return [
+        position
+        for position in range(last)
+        if (window is None or position > last - window) and (chunk is None or position // chunk == last // chunk)
+    ]
+
+
+CUTS = st.one_of(
+    st.tuples(st.integers(2, 80), st.none()),
+    st.tuples(st.none(), st.sampled_from([16, 24, 32, 48])),
+)
+
+
+@given(tokens=st.integers(2, 200), size=st.sampled_from([4, 16, 32]), cut=CUTS, data=st.data())
+def test_what_the_last_token_looks_at_is_there_on_both_sides_or_the_prompt_is_refused(
+    tokens: int, size: int, cut: tuple[int | None, int | None], data: st.DataObject
+) -> None:
+    """vLLM's connector computes the last token at both sides; ours leaves it to the decode side."""
+    window, chunk = cut
+    cached = data.draw(st.integers(0, (tokens - 1) // size)) * size
+    rules = (GroupRule(size), GroupRule(size, window=window - 1 if window else None, chunk=chunk))
+    kept = kept_blocks(tokens, size, window=window, chunk=chunk)
+    needed = {position // size for position in looked_at(tokens, window=window, chunk=chunk) if position >= cached}
+    right = needed <= set(kept)
+    span = Span(cached, tokens - 1)
+    assert right == passes(lambda: check_kept(rules, span, tokens=tokens))
+    missing = [*range(cached // size, -(-tokens // size))]
+    lists = [[100 + block for block in missing], [300 + block for block in missing if block in kept]]
+    tables = place_lists(lists, rules, tokens)
+    found = span_of(tables, rules, Span(0, tokens - 1))
+    assert found == span
+    assert right == passes(lambda: check_listed(tables, rules, found))
+
+
+def test_with_windows_alone_the_beginning_of_a_list_may_be_either() -> None:
+    """A consumer's own cache may end there, or its window: no field says which."""
+    rules = (GroupRule(16, window=31),)
+    tables = place_lists([[5, 6]], rules, 63)
+    assert not passes(lambda: check_listed(tables, rules, span_of(tables, rules, Span(0, 62))))
+    assert passes(lambda: check_listed(place_lists([[4, 5, 6]], rules, 62), rules, Span(16, 61)))
+
+
+def passes(check: Callable[[], None]) -> bool:
+    try:
+        check()
+    except RemoteProtocolError as error:
+        return "looks at position" not in error.message
+    return True

@@ -35,6 +35,9 @@ class OverSockets:
     def admit(self, address: str) -> None:
         self._inside.admit(address)
 
+    def retire(self) -> None:
+        self._inside.retire()
+
     def peer_is_gone(self, address: str) -> bool:
         return self._inside.peer_is_gone(address)
 

@@ -29,9 +29,10 @@ P_BLOCKS, D_BLOCKS = (3, 9, 4), (7, 1, 12)
 P_STATE, D_STATE = 5, 6
 
 
-def side(world: World, engine: str, *, declared: Declared | None = None) -> Local:
+def side(world: World, engine: str, *, declared: Declared | None = None, whole: bool = False) -> Local:
     local = local_side(world, engine=engine, epoch="e")
-    return replace(local, caches=caches_of(world.layout, block_size=BLOCK, declared=declared))
+    caches = caches_of(world.layout, block_size=BLOCK, declared=declared)
+    return replace(local, caches=replace(caches, whole_blocks=whole))
 
 
 def allowing(options: RuntimeOptions) -> RuntimeOptions:
@@ -44,9 +45,10 @@ def allowing(options: RuntimeOptions) -> RuntimeOptions:
 class Serving:
     """Our producer, and a scripted consumer rank."""
 
-    def __init__(self, options: RuntimeOptions, *, declared: Declared | None = None) -> None:
-        self.source, self.target = World.build("small", seed=1), World.build("small")
-        self.runtime = ProducerRuntime(side(self.source, "p", declared=declared), options)
+    def __init__(self, options: RuntimeOptions, *, declared: Declared | None = None, whole: bool = False) -> None:
+        heads = 1 if whole else 2  # of two heads a plan writes the rest along, since that takes fewer copies
+        self.source, self.target = World.build("small", seed=1, heads=heads), World.build("small", heads=heads)
+        self.runtime = ProducerRuntime(side(self.source, "p", declared=declared, whole=whole), options)
         self.consumer = ScriptedConsumer(self.target.layout, caches_of(self.target.layout, block_size=BLOCK))
 
     def publish(self, transfer: str, ticket: int = 1, prompt_tokens: int | None = None) -> None:
@@ -92,6 +94,19 @@ def test_a_pull_gets_the_right_pages(serving: Serving) -> None:
     untouched = [b for b in range(64) if b not in D_BLOCKS]
     assert not any(serving.target.page(0, block).any() for block in untouched)
     wait_until(lambda: serving.runtime.take_quiet() == [Ticket(1)], seconds=5)
+
+
+def test_the_last_block_goes_whole_where_vllm_clears_blocks() -> None:
+    """The prompt ends in the middle of it."""
+    serving = Serving(allowing(options_for("mooncake")), whole=True)
+    try:
+        serving.publish("t", prompt_tokens=TOKENS + 1)
+        assert serving.ask((D_BLOCKS, (D_STATE,))) == (Status.FINISH, ["d"], [])
+        for layer in range(LAYERS):
+            assert np.array_equal(serving.source.page(layer, P_BLOCKS[2]), serving.target.page(layer, D_BLOCKS[2]))
+        assert np.array_equal(serving.source.state(P_STATE), serving.target.state(D_STATE))
+    finally:
+        serving.close()
 
 
 def test_a_consumer_that_has_the_beginning_gets_the_end(serving: Serving) -> None:

@@ -1,5 +1,6 @@
 """Pulls to upstream producers, answered by vLLM's own code: what it would copy is carried out and compared."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from kvferry.runtime.producers import Grid, RemoteEngine, RemoteRank
 from kvferry.runtime.pulling import Pulled
 from kvferry.runtime.upstream_caches import Declared
 from kvferry.runtime.upstream_pulling import UpstreamPuller
-from kvferry.testing.layouts import page
+from kvferry.testing.layouts import page, side_by_side
 
 from .upstream_memory import HEADS, ROW, Memory, check, local_of, move, side
 
@@ -46,7 +47,7 @@ def engine_of(tp_size: int) -> RemoteEngine:
 
 def pull_for(local: Any, table: list[int], block: int, span: Span, producers: int) -> Any:
     puller = UpstreamPuller(local, UpstreamPeers.parse("allow"))
-    targets = puller.targets(engine_of(producers))
+    targets = puller.targets(engine_of(producers), span)
     assert tuple(targets) == paired_ranks(local.tp_rank, local.tp_size, others=producers)
     first = span.start // block
     pulled = Pulled(RequestId("d"), TransferId("t"), span, (Table(first * block, tuple(table[first:])),))
@@ -121,4 +122,29 @@ def test_what_upstream_would_write_wrongly_is_refused(
 ) -> None:
     local = local_of([memory], 0, block=64, declared=declared)
     with pytest.raises(RemoteProtocolError, match=said):
-        UpstreamPuller(local, UpstreamPeers.parse("allow")).targets(engine_of(producers))
+        UpstreamPuller(local, UpstreamPeers.parse("allow")).targets(engine_of(producers), Span(0, 64))
+
+
+@pytest.mark.parametrize(
+    ("span", "block", "refused"),
+    [
+        (Span(0, 62), 16, True),  # of 63 tokens it has computed, it keeps a window from position 32 on
+        (Span(0, 61), 16, False),
+        (Span(0, 63), 16, False),
+        (Span(32, 62), 16, False),  # what is missing there was found here
+        (Span(0, 62), 64, False),
+        (Span(0, 0), 16, False),  # a release
+    ],
+)
+def test_a_prompt_of_whose_window_it_has_given_back_a_block_is_refused(span: Span, block: int, refused: bool) -> None:
+    parts = [page("l0", tokens=64, nbytes=ROW), page("l1", tokens=64, nbytes=ROW, group=1)]
+    groups = [Group("attention", 64), Group("attention", 64, sliding_window=31)]
+    local = local_of([Memory.of(side_by_side(parts, base=0), groups, filled=False)], 0, block=64)
+    assert local.caches is not None
+    local = replace(local, caches=replace(local.caches, declared=Declared(block_size=block), kernel_block_size=block))
+    puller = UpstreamPuller(local, UpstreamPeers.parse("allow"))
+    if refused:
+        with pytest.raises(RemoteProtocolError, match="looks at position 31, and .* at the prefill side"):
+            puller.targets(engine_of(1), span)
+    else:
+        assert puller.targets(engine_of(1), span) == {0: True}

@@ -28,10 +28,12 @@ from kvferry.protocol import (
     decode_reply,
     encode,
 )
-from kvferry.runtime import verify
+from kvferry.runtime import verify, verify_pages
 from kvferry.runtime.report import Side
 from kvferry.runtime.tally import Interval
-from kvferry.runtime.verify import DIGEST_BYTES, Digests, Job, digests_of
+from kvferry.runtime.verify import digests_of
+from kvferry.runtime.verify_hashing import DIGEST_BYTES, Digests
+from kvferry.runtime.verify_pages import Job
 from kvferry.testing.faulty import Corrupt, Misdeed, Misdeeds, SwapTargets, WrongSource
 from kvferry.testing.layouts import page, side_by_side, state, worker
 
@@ -259,7 +261,7 @@ def test_a_comparison_that_takes_long_is_not_taken_for_silence(monkeypatch: pyte
     held = threading.Event()
     hash_pages = verify.hash_pages
 
-    def slow(listed: Sequence[verify.Pages], side: Side, binding: Binding) -> Digests:
+    def slow(listed: Sequence[verify_pages.Pages], side: Side, binding: Binding) -> Digests:
         if side == "consumer":
             held.wait(20)
         return hash_pages(listed, side, binding)
@@ -283,7 +285,7 @@ def test_pages_that_were_given_back_while_they_were_compared_are_not_called_wron
     entered, held, over = threading.Event(), threading.Event(), threading.Event()
     hash_pages = verify.hash_pages
 
-    def slow(listed: Sequence[verify.Pages], side: Side, binding: Binding) -> Digests:
+    def slow(listed: Sequence[verify_pages.Pages], side: Side, binding: Binding) -> Digests:
         if side == "consumer":
             entered.set()
             held.wait(20)
@@ -362,7 +364,7 @@ def test_several_threads_make_the_digests_of_one(threads: int, monkeypatch: pyte
 
 
 def test_a_large_transfer_has_fewer_digests_than_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.runtime.verify.MAX_DIGESTS", 4)
+    monkeypatch.setattr("kvferry.runtime.verify_pages.MAX_DIGESTS", 4)
     with pair() as joined:
         end, counted = run(joined)
     assert end.outcome.fate is Fate.DONE

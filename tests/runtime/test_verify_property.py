@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from kvferry.layout import BoundLayout, Layout, bind_layout, parse_layout
 from kvferry.plan import BlockTable, Plan, TransferRequest, compile_plan, parse_request
 from kvferry.protocol import VerifyAsk
-from kvferry.runtime.verify import Digests, Job, digests_of
+from kvferry.runtime.verify import digests_of
+from kvferry.runtime.verify_hashing import Digests
+from kvferry.runtime.verify_pages import Job
 from kvferry.testing.oracle_expect import Expectation, expect
 from kvferry.testing.strategies import Case, cases, random_case
 

@@ -31,13 +31,15 @@ class World:
     bytes: np.ndarray
     blocks: int
     row: int
+    heads: int = 2
 
     @classmethod
-    def build(cls, kind: Kind, *, seed: int | None = None) -> "World":
+    def build(cls, kind: Kind, *, seed: int | None = None, heads: int = 2) -> "World":
         """Two heads, four attention layers and one state layer; zeros, or what the seed gives."""
         blocks, row = _SIZES[kind]
         layers = [
-            page(f"l{index}", heads=(0, 2, 2), tokens=BLOCK, nbytes=row, num_blocks=blocks) for index in range(LAYERS)
+            page(f"l{index}", heads=(0, heads, heads), tokens=BLOCK, nbytes=row, num_blocks=blocks)
+            for index in range(LAYERS)
         ]
         layers.append(state("l9", part=(0, 4, 4), nbytes=row, num_blocks=blocks, group=1))
         layout = worker(side_by_side(layers, base=0), groups=[Group("attention", BLOCK), Group("state", 1 << 20)])
@@ -45,17 +47,19 @@ class World:
         content = np.zeros(nbytes, np.uint8) if seed is None else pattern(nbytes, seed)
         moved = [msgspec.structs.replace(one, address=one.address + content.ctypes.data) for one in layout.components]
         region = msgspec.structs.replace(layout.regions[0], address=content.ctypes.data)
-        return cls(msgspec.structs.replace(layout, components=tuple(moved), regions=(region,)), content, blocks, row)
+        return cls(
+            msgspec.structs.replace(layout, components=tuple(moved), regions=(region,)), content, blocks, row, heads
+        )
 
     def page(self, layer: int, block: int) -> np.ndarray:
         """One block of one attention layer."""
-        size = 2 * BLOCK * self.row
+        size = self.heads * BLOCK * self.row
         start = (layer * self.blocks + block) * size
         return self.bytes[start : start + size]
 
     def state(self, block: int) -> np.ndarray:
         """One block of the state layer."""
-        start = LAYERS * self.blocks * 2 * BLOCK * self.row + block * 4 * self.row
+        start = LAYERS * self.blocks * self.heads * BLOCK * self.row + block * 4 * self.row
         return self.bytes[start : start + 4 * self.row]
 
 

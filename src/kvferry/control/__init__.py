@@ -11,7 +11,7 @@ Glossary
 from kvferry.control.bootstrap import BootstrapService
 from kvferry.control.bootstrap_client import BootstrapClient, FoundEngine
 from kvferry.control.directory import Directory, EngineCard, EngineEntry, RankCard, RankEntry, Registration
-from kvferry.control.doors import CurveKeys, Guard, ListedDoor, SecureDoor, require_curve
+from kvferry.control.doors import CurveKeys, Guard, Keyring, ListedDoor, SecureDoor, require_curve
 from kvferry.control.hello import greet
 from kvferry.control.links import Link, Links
 from kvferry.control.listener import Listener
@@ -30,6 +30,7 @@ __all__ = [
     "EngineEntry",
     "FoundEngine",
     "Guard",
+    "Keyring",
     "Link",
     "Links",
     "ListedDoor",

@@ -2,6 +2,8 @@
 
 The *secure* door speaks CURVE: both ends prove that they hold the shared secret, and what they say is encrypted. The
 server's and the client's key pair are both derived from the secret; the door admits the one client key and no other.
+Where more than one secret is known, a door is opened with the one in use, and its owner tells
+the name of its keys; whoever knocks takes those from its :class:`Keyring`.
 The *listed* door is plain, as vLLM's own connector needs it, and admits peers of listed networks alone. The *open* door
 admits everybody: no secret, no guard.
 
@@ -13,6 +15,8 @@ import asyncio
 import hashlib
 import hmac
 import logging
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -28,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 _ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 _ZAP_VERSION: Final = b"1.0"
+MAX_ADDRESSES: Final = 4096
+"""Doors of which it is remembered which keys they take; others are tried with those in use."""
+
 LOGGED: Final = 8
 """Refused connections that are logged one by one."""
 
@@ -76,6 +83,32 @@ class CurveKeys:
 
     def __repr__(self) -> str:
         return f"CurveKeys({self.name})"
+
+
+class Keyring:
+    """The keys of one who knocks at doors: of the secret in use, and of the others that are known."""
+
+    def __init__(self, secret: Secret) -> None:
+        every = [CurveKeys.of(one) for one in secret.known]
+        self.used = every[0]
+        self._by_name = {one.name: one for one in every}
+        self._doors: OrderedDict[str, CurveKeys] = OrderedDict()
+
+    def learn(self, addresses: Iterable[str], name: str) -> bool:
+        """These doors take the keys of this name; whether there are such keys here."""
+        keys = self._by_name.get(name)
+        if keys is None:
+            return False
+        for address in addresses:
+            self._doors[address] = keys
+            self._doors.move_to_end(address)
+            if len(self._doors) > MAX_ADDRESSES:
+                self._doors.popitem(last=False)
+        return True
+
+    def of(self, address: str) -> CurveKeys:
+        """The keys to knock with; those in use, where it is not known what the door takes."""
+        return self._doors.get(address, self.used)
 
 
 class Guard(Protocol):

@@ -19,8 +19,8 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from kvferry.control.doors import CurveKeys, be_client
-from kvferry.control.sockets import SocketOptions, check_endpoint, make_context, make_socket, send_now
+from kvferry.control.doors import CurveKeys, Keyring, be_client
+from kvferry.control.sockets import SocketOptions, check_endpoint, deliver, make_context, make_socket, send_now
 from kvferry.errors import ProtocolReason, RemoteProtocolError
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Link:
             if len(frames) != 1:
                 logger.warning("a reply of %d frames is dropped", len(frames))
                 continue
-            asyncio.get_running_loop().call_soon(self._on_frame, frames[0])
+            deliver(self._on_frame, frames[0])
 
     async def _watch(self) -> None:
         while True:
@@ -163,7 +163,7 @@ class Links(Generic[K]):
         on_reply: Callable[[K, bytes], object],
         on_lost: Callable[[K], object],
         options: SocketOptions | None = None,
-        keys: CurveKeys | None = None,
+        keys: Keyring | None = None,
     ) -> None:
         """``keys``: of the secret, where there is one; producers that are kvferry are spoken to with them only."""
         self._keys = keys
@@ -270,7 +270,7 @@ class Links(Generic[K]):
         *,
         plain: bool = False,
     ) -> Link:
-        keys = None if plain else self._keys
+        keys = None if plain or self._keys is None else self._keys.of(address)
         return Link(self._context, address, on_frame=on_frame, on_lost=on_lost, options=self._options, keys=keys)
 
     def _sharing(self, address: str) -> _Shared[K]:

@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from kvferry.control.doors import Gatekeeper, Guard
 from kvferry.control.networks import plain_address
-from kvferry.control.sockets import SocketOptions, endpoint, make_context, make_socket, send_now
+from kvferry.control.sockets import SocketOptions, deliver, endpoint, make_context, make_socket, send_now
 from kvferry.errors import ConfigError, ConfigReason
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,6 @@ class Listener:
             self._context = None
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             frames = await socket.recv_multipart(copy=False)
             if len(frames) != _FRAMES:
@@ -119,8 +118,7 @@ class Listener:
                 continue
             connection = frames[0].bytes
             self._remember(connection, frames[1])
-            # By way of the loop: a fault in the callback is the loop's to report, and does not end the listener.
-            loop.call_soon(self._on_message, connection, frames[1].bytes)
+            deliver(self._on_message, connection, frames[1].bytes)
             await asyncio.sleep(0)
 
     def _remember(self, connection: bytes, frame: zmq.Frame) -> None:

@@ -4,6 +4,9 @@ One secret is shared by the engines of a deployment and its router. Nothing uses
 own, by HKDF (RFC 5869, SHA-256) with a label, so that no use can stand in for another. The secret should be random, not
 a password: a derivation this cheap does not make a guessable text safe, and whoever has recorded an exchange may guess
 for as long as they like.
+
+A file has one secret a line. The first is the one in use; further ones are known as well, for a change of the secret
+without a stop: :attr:`Secret.known`. A secret comes in as a further line everywhere, then first, then alone.
 """
 
 import hashlib
@@ -24,6 +27,10 @@ MAX_BYTES: Final = 4096
 
 HOW_TO_MAKE: Final = "make one with: (umask 077; openssl rand -hex 32 > kvferry.secret)"
 
+MAX_LINES: Final = 4
+"""Secrets of one file; a change needs two."""
+
+_MAX_FILE: Final = MAX_LINES * (MAX_BYTES + 64)
 _SALT: Final = b"kvferry shared secret, version 1"
 _OPEN_BITS: Final = stat.S_IRWXO | stat.S_IWGRP | stat.S_IXGRP
 """What no secret's file may have: anything for others, more than reading for the group."""
@@ -34,10 +41,23 @@ class Secret:
     """The secret of one deployment. Shows itself nowhere; two are compared in constant time."""
 
     _root: bytes = field()
+    _others: tuple["Secret", ...] = ()
 
     @classmethod
     def of(cls, text: bytes, *, source: str) -> Self:
         """From its text, white space at both ends left out; raises ``ConfigError``, which does not repeat it."""
+        lines = [line.strip() for line in text.strip().split(b"\n") if line.strip()]
+        if len(lines) > MAX_LINES:
+            raise _refused(f"{source} has {len(lines)} lines; each is a secret, and there may be {MAX_LINES}")
+        if len(set(lines)) < len(lines):
+            raise _refused(f"{source} has the same secret on two lines")
+        if len(lines) < 2:
+            return cls._one(text, source=source)
+        first, *others = [cls._one(line, source=f"line {n} of {source}") for n, line in enumerate(lines, 1)]
+        return cls(first._root, tuple(others))
+
+    @classmethod
+    def _one(cls, text: bytes, *, source: str) -> Self:
         text = text.strip()
         if not MIN_BYTES <= len(text) <= MAX_BYTES:
             raise _refused(
@@ -61,10 +81,17 @@ class Secret:
                         f"secret_file {path!r} has mode {stat.S_IMODE(mode):04o}, others can read or change it: "
                         f"chmod 600 {path} (a Kubernetes secret: defaultMode 0400, or 0440 with fsGroup)"
                     )
-                text = file.read(MAX_BYTES + 64)
+                text = file.read(_MAX_FILE + 1)
+                if len(text) > _MAX_FILE:
+                    raise _refused(f"secret_file {path!r} is longer than {_MAX_FILE} bytes")
         except OSError as error:
             raise _refused(f"secret_file {path!r} cannot be read: {error.strerror}") from error
         return cls.of(text, source=f"secret_file {path!r}")
+
+    @property
+    def known(self) -> tuple["Secret", ...]:
+        """The one in use, and those that are known beside it."""
+        return (self, *self._others)
 
     def derive(self, label: str) -> bytes:
         """A key of 32 bytes for one use (HKDF-Expand, one round)."""
@@ -74,7 +101,9 @@ class Secret:
         return "Secret(...)"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Secret) and hmac.compare_digest(self._root, other._root)
+        return (
+            isinstance(other, Secret) and hmac.compare_digest(self._root, other._root) and self._others == other._others
+        )
 
     def __hash__(self) -> int:
         return hash(self.derive("hash"))

@@ -52,7 +52,7 @@ class Verifier:
     """Checks the header of orders. One for each service: it remembers what it has taken."""
 
     def __init__(self, secret: Secret, *, clock: WallClock = time.time, max_nonces: int = MAX_NONCES) -> None:
-        self._key = secret.derive(_LABEL)
+        self._keys = [one.derive(_LABEL) for one in secret.known]
         self._clock = clock
         self._max_nonces = max_nonces
         self._taken: OrderedDict[str, float] = OrderedDict()
@@ -77,7 +77,7 @@ class Verifier:
         if len(parts) != 4 or parts[0] != _FORM or not _is_hex(parts[2], _NONCE_DIGITS) or len(parts[1]) > 12:
             raise _unauthorized(f"the {HEADER} header has another form than this version's")
         _, when, nonce, mac = parts
-        if not _is_hex(mac, _MAC_DIGITS) or not hmac.compare_digest(mac, _mac(self._key, order, when, nonce)):
+        if not _is_hex(mac, _MAC_DIGITS) or not self._is_signed(mac, order, when, nonce):
             raise _unauthorized("the message authentication code is wrong: the sender has another secret")
         now = self._clock()
         # The time is that of a holder of the secret: it is a whole number, for nobody else could have signed it.
@@ -87,6 +87,10 @@ class Verifier:
                 "set the clocks right (NTP)"
             )
         self._take(nonce, now)
+
+    def _is_signed(self, mac: str, order: "_Order", when: str, nonce: str) -> bool:
+        """With the secret in use, or another that is known."""
+        return any(hmac.compare_digest(mac, _mac(key, order, when, nonce)) for key in self._keys)
 
     def _take(self, nonce: str, now: float) -> None:
         while self._taken and next(iter(self._taken.values())) < now:

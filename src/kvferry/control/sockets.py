@@ -6,6 +6,7 @@ our back, because a message queued for the old process must not reach the new on
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 from urllib.parse import urlsplit
@@ -82,6 +83,15 @@ def send_now(socket: zmq.asyncio.Socket, frames: list[bytes]) -> zmq.ZMQError | 
     if error is not None and not isinstance(error, zmq.ZMQError):
         raise error
     return error
+
+
+def deliver(call: Callable[..., object], *args: object) -> None:
+    """Hand a frame over. A fault in the callback is the loop's to report, and ends no socket."""
+    try:
+        call(*args)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the next frame is read
+        loop = asyncio.get_running_loop()
+        loop.call_exception_handler({"message": f"{call!r} failed on a frame", "exception": error})
 
 
 def endpoint(host: str, port: int | None) -> str:

@@ -34,6 +34,9 @@ from kvferry.layout.records import (
     Region,
 )
 
+EXTENTS_KEPT = 64
+"""Bindings of which a placement remembers where its regions are: a rank's peers of equal layout, mostly."""
+
 
 class Span(Record, frozen=True):
     """One registered region, relative to the base of its storage."""
@@ -117,6 +120,11 @@ class Placement:
         columns: Int64s = np.array(rows, dtype=np.int64).reshape(len(rows), 3).T
         return columns
 
+    @cached_property
+    def _extents(self) -> "dict[tuple[int, ...], Extents]":
+        """By the bases of a binding, for :func:`extents_of`."""
+        return {}
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Placement) and self.fingerprint == other.fingerprint
 
@@ -168,14 +176,16 @@ def check_binding(placement: Placement, binding: Binding) -> None:
     extents_of(placement, binding)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Extents:
     """Registered regions ``[starts[i], stops[i])`` of one worker, ascending and disjoint."""
 
     starts: Int64s
     stops: Int64s
+    bases: Int64s
+    """Of the storages, in their order."""
 
-    @property
+    @cached_property
     def seams(self) -> Int64s:
         """Addresses where one region ends and the next begins at once: no descriptor may cross them."""
         touching: Int64s = self.starts[1:][self.stops[:-1] == self.starts[1:]]
@@ -183,7 +193,21 @@ class Extents:
 
 
 def extents_of(placement: Placement, binding: Binding) -> Extents:
-    """Where the regions of ``placement`` are. Raises :class:`PlanError` when ``binding`` cannot be of that worker."""
+    """Where the regions of ``placement`` are. Raises :class:`PlanError` when ``binding`` cannot be of that worker.
+
+    Asked several times for each request, always of the same few workers, so the answers are remembered.
+    """
+    known = placement._extents
+    found = known.get(binding.bases)
+    if found is None:
+        found = _extents(placement, binding)
+        if len(known) >= EXTENTS_KEPT:
+            known.clear()
+        known[binding.bases] = found
+    return found
+
+
+def _extents(placement: Placement, binding: Binding) -> Extents:
     if len(binding.bases) != len(placement.storages):
         raise PlanError(
             PlanReason.INVALID_LAYOUT,
@@ -191,7 +215,9 @@ def extents_of(placement: Placement, binding: Binding) -> Extents:
             "they are not of one worker",
         )
     storage, offset, nbytes = placement.spans
-    base = np.array(binding.bases, dtype=np.int64)[storage]
+    bases = np.array(binding.bases, dtype=np.int64)
+    bases.setflags(write=False)
+    base = bases[storage]
     if (base > LIMIT - (offset + nbytes)).any():
         raise InvalidLayoutError("the binding has a region that reaches past 2**63 - 1")
     starts = base + offset
@@ -201,7 +227,7 @@ def extents_of(placement: Placement, binding: Binding) -> Extents:
     if twice.size:
         first, second = ((int(starts[i]), int(stops[i])) for i in (twice[0], twice[0] + 1))
         raise InvalidLayoutError(f"the binding has regions {list(first)} and {list(second)}, which overlap")
-    return Extents(starts, stops)
+    return Extents(starts, stops, bases)
 
 
 def encode_placement(placement: Placement) -> bytes:

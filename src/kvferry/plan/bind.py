@@ -43,6 +43,9 @@ COPIES_LIMIT = 64_000_000
 CARRIED_RUNS_LIMIT = 1_000_000
 """Runs of a unit past which nothing is carried beyond the needed rows: not worth counting what it might save."""
 
+CHOICES_KEPT = 1024
+"""Partial units for which a class remembers what to carry."""
+
 LENGTHS_JOINED_EARLY = 8
 """Distinct run lengths of one class whose units are joined before the rows are added; more are joined at the end."""
 
@@ -85,7 +88,7 @@ class Side:
 
     @property
     def bases(self) -> Int64s:
-        return np.array(self.binding.bases, dtype=np.int64)
+        return extents_of(self.placement, self.binding).bases
 
     @property
     def seams(self) -> Int64s:
@@ -97,7 +100,7 @@ def copies_of(classes: Sequence[ClassPlan], request: TransferRequest, src: Side,
     """Rows times units of every class, before the last join."""
     bases = (src.bases, dst.bases)
     found = [one for plan in classes if (one := _select(plan, request)) is not None]
-    carry = _fewest(found, bases)
+    carry = _carry_for(found, bases)
     return [part for one in found for batch in one.batches(carry) for part in batch.copies(bases)]
 
 
@@ -198,14 +201,30 @@ def _range_for(plan: ClassPlan, partial: PartialUnit, carry: _Carry) -> RowRange
     return widest if counts[1] < counts[0] else needed
 
 
+def _carry_for(found: Sequence[_Selection], bases: tuple[Int64s, Int64s]) -> _Carry:
+    """How to treat partial units. Where there is one in all, it does not matter in which blocks: that is remembered."""
+    partial = [(one.plan, unit) for one in found for unit in one.partial]
+    if not partial:
+        return _Carry.NEEDED
+    if len(partial) > 1:
+        return _fewest(found, bases)
+    plan, unit = partial[0]
+    key = (unit.needed, unit.widest, bases[0].tobytes(), bases[1].tobytes())
+    chosen = plan.choices.get(key)
+    if chosen is None:
+        chosen = _fewest(found, bases).value
+        if len(plan.choices) >= CHOICES_KEPT:
+            plan.choices.clear()
+        plan.choices[key] = chosen
+    return _Carry(chosen)
+
+
 def _fewest(found: Sequence[_Selection], bases: tuple[Int64s, Int64s]) -> _Carry:
     """The way to treat partial units that leaves the fewest descriptors, moving no more than it must for that.
 
     It is one for all classes, because rows of different classes may join when both are moved whole: keys by column
     followed by values by row are one run only where the values behind the end are carried as the keys are.
     """
-    if not any(one.partial for one in found):
-        return _Carry.NEEDED
 
     def left(carry: _Carry) -> int:
         edges = [part for one in found for batch in one.edges(carry) for part in batch.copies(bases)]

@@ -6,7 +6,7 @@ rows compiled from them when first asked for, and kept: those of a full unit, an
 that begins or ends inside one).
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
@@ -77,6 +77,8 @@ class ClassPlan:
     key: ClassKey
     strands: tuple[Strand, ...]
     _slices: dict[tuple[int, int], Rows] = field(default_factory=dict, repr=False, compare=False)
+    choices: dict[Hashable, int] = field(default_factory=dict, repr=False, compare=False)
+    """What binding has found out about partial units and may ask again."""
 
     @cached_property
     def full(self) -> Rows:

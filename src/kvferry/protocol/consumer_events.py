@@ -237,3 +237,14 @@ class DestinationReleased:
 ConsumerAction = (
     Resolve | SendPull | SendAbort | ForgetPull | ForgetProducer | FenceProducer | FetchEnded | DestinationReleased
 )
+
+
+def word_of(action: ConsumerAction) -> str:
+    """An action in a few words, for the story of a transfer."""
+    match action:
+        case FetchEnded():
+            return f"ended {action.outcome.fate.value} {action.outcome.reason or ''}".rstrip()
+        case SendPull() | SendAbort():
+            return f"{type(action).__name__} {action.key.rank}"
+        case _:
+            return type(action).__name__

@@ -4,6 +4,11 @@ Its block lists carry no positions. Both its sides list the blocks of a whole pr
 have already, or what a window has left behind; so a list is paired *from its end*, and the end is that of the prompt.
 Here that becomes a position, from the number of tokens and the tokens of one block, and back. A list that cannot be
 the end of such a prompt is refused.
+
+Where a cache keeps a window, the two connectors count a prompt's end differently: ours leaves the last token to the
+decode engine, and moves what that token looks at; vLLM's computes it at the prefill engine and once more at the decode
+engine, and both have given back what only *it* looked at. Where that is a block of its own, the second computation
+would read another block instead (vLLM's own pairs do). Such a prompt is refused, from either side.
 """
 
 from collections.abc import Sequence
@@ -22,6 +27,26 @@ class GroupRule:
     is_state: bool = False
     window: int | None = None
     """Positions that a sliding window keeps."""
+    chunk: int | None = None
+    """Positions of a chunk, where only those of the current one are kept."""
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every position of a prompt stays."""
+        return not self.is_state and self.window is None and self.chunk is None
+
+    def looked_at_from(self, position: int) -> int:
+        """The first position that the one at ``position`` looks at."""
+        first = 0 if self.window is None else max(0, position - self.window)
+        return first if self.chunk is None else max(first, position // self.chunk * self.chunk)
+
+    def kept_from(self, tokens: int) -> int:
+        """The first position that vLLM still has when it has computed so many: it gives back whole blocks.
+
+        >>> GroupRule(16, window=31).kept_from(63), GroupRule(16, window=31).kept_from(62)
+        (32, 16)
+        """
+        return self.looked_at_from(tokens) // self.block_tokens * self.block_tokens
 
 
 def paired_ranks(rank: int, size: int, *, others: int) -> tuple[int, ...]:
@@ -70,17 +95,44 @@ def span_of(tables: Sequence[Table], rules: Sequence[GroupRule], published: Span
     A cache without windows lists everything that is missing; a window's list only says what it keeps of that.
     """
     starts = {
-        min(table.first_token or 0, published.stop)
-        for table, rule in zip(tables, rules, strict=True)
-        if not rule.is_state and rule.window is None
+        min(table.first_token or 0, published.stop) for table, rule in zip(tables, rules, strict=True) if rule.keeps_all
     }
     if len(starts) > 1:
         raise RemoteProtocolError(
             ProtocolReason.MALFORMED, f"the cache groups of one request begin at different positions: {sorted(starts)}"
         )
-    windows = [table.first_token or 0 for table, rule in zip(tables, rules, strict=True) if rule.window is not None]
+    windows = [
+        table.first_token or 0
+        for table, rule in zip(tables, rules, strict=True)
+        if not (rule.is_state or rule.keeps_all)
+    ]
     start = min(starts or windows, default=published.start)
     return Span(min(start, published.stop), published.stop)
+
+
+def check_listed(tables: Sequence[Table], rules: Sequence[GroupRule], span: Span) -> None:
+    """Raise where a consumer lists no block for something that position ``span.stop``, its next one, looks at.
+
+    What it found in its own cache it need not list; but only a cache that keeps all says where that ends.
+    """
+    start = span.start if any(rule.keeps_all for rule in rules) else 0
+    for table, rule in zip(tables, rules, strict=True):
+        if rule.is_state or rule.keeps_all:
+            continue
+        first = max(start, rule.looked_at_from(span.stop))
+        listed = (place for place, block in enumerate(table.blocks) if block is not None)
+        held = (table.first_token or 0) + next(listed, 0) * rule.block_tokens
+        if first < span.stop and held > first:
+            raise _given_back(first, "decode", held)
+
+
+def check_kept(rules: Sequence[GroupRule], span: Span, *, tokens: int) -> None:
+    """Raise where a producer that has computed ``tokens`` tokens has given back something of ``span`` that is looked
+    at."""
+    for rule in rules:
+        first, kept = max(span.start, rule.looked_at_from(span.stop)), rule.kept_from(tokens)
+        if first < span.stop and kept > first:
+            raise _given_back(first, "prefill", kept)
 
 
 def list_blocks(tables: Sequence[Table], rules: Sequence[GroupRule], *, tokens: int) -> tuple[tuple[int, ...], ...]:
@@ -109,6 +161,14 @@ def _placed(blocks: Sequence[int], rule: GroupRule, tokens: int) -> Table:
         )
     first = (entries - len(blocks)) * rule.block_tokens
     return Table(first, tuple(None if block == NULL_BLOCK else block for block in blocks))
+
+
+def _given_back(position: int, side: str, kept: int) -> RemoteProtocolError:
+    return RemoteProtocolError(
+        ProtocolReason.INCOMPATIBLE_PEER,
+        f"the last token of this prompt looks at position {position}, and vLLM's own connector at the {side} side "
+        f"keeps a window from position {kept} on",
+    )
 
 
 def _listed(table: Table, rule: GroupRule, tokens: int) -> tuple[int, ...]:

@@ -23,7 +23,8 @@ from kvferry.runtime.binding import block_tables
 from kvferry.runtime.producers import RemoteEngine
 from kvferry.runtime.pulling import Pulled
 from kvferry.runtime.sides import Local
-from kvferry.runtime.verify import FEATURE, SAMPLE_EVERY, Hashers, Job, Wrong, can_verify, compare
+from kvferry.runtime.verify import FEATURE, SAMPLE_EVERY, Hashers, Wrong, can_verify, compare
+from kvferry.runtime.verify_pages import Job
 
 VerifyMode = Literal["off", "sample", "full"]
 
@@ -65,9 +66,13 @@ class Checker:
         self._seed = seed
         self._hashers = Hashers()
 
+    def is_content_with(self, engine: RemoteEngine) -> bool:
+        """Whether a producer can give what is asked for here."""
+        return self._mode == "off" or FEATURE in engine.features
+
     def demand(self, engine: RemoteEngine) -> None:
         """Refuse a producer that cannot give what is asked for here."""
-        if self._mode != "off" and FEATURE not in engine.features:
+        if not self.is_content_with(engine):
             raise RemoteProtocolError(
                 ProtocolReason.INCOMPATIBLE_PEER,
                 f"verify is {self._mode!r} here, and producer {engine.incarnation} cannot make digests of its pages: "

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, assert_never
 
 from kvferry.errors import FerryError, ProtocolReason, RemoteProtocolError, TransportError
-from kvferry.ids import Incarnation, RequestId, TransferId
+from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.plan import Plan
 from kvferry.protocol import (
     Consumer,
@@ -29,6 +29,7 @@ from kvferry.protocol import (
     ConsumerTick,
     DestinationReleased,
     Entry,
+    Fate,
     FenceDone,
     FenceFailed,
     FenceProducer,
@@ -37,6 +38,7 @@ from kvferry.protocol import (
     FetchRequested,
     ForgetProducer,
     ForgetPull,
+    Outcome,
     ProducerLost,
     PullExtension,
     PullFailed,
@@ -63,7 +65,7 @@ from kvferry.runtime.journal import ConsumerJournal, Fetched
 from kvferry.runtime.loop import LoopThread
 from kvferry.runtime.options import RuntimeOptions
 from kvferry.runtime.pairing import pulls_expected, targets_of
-from kvferry.runtime.plans import Plans
+from kvferry.runtime.plans import Plans, Recent
 from kvferry.runtime.producers import Finder, Producers, RemoteEngine, refusal_of
 from kvferry.runtime.pulling import Pulled, PullMaker
 from kvferry.runtime.pump import Pump
@@ -81,6 +83,9 @@ FENCE_PAUSE: Final = 0.3
 
 CHECK_PAUSE: Final = 5.0
 """While pages are compared, the machine is told so often that a pull is alive."""
+
+MAX_TOLD: Final = 256
+"""Producers of vLLM's own connector of which it is remembered that they were told of."""
 
 QUIET_ASKS: Final = 20
 QUIET_PAUSE: Final = 0.1
@@ -161,6 +166,9 @@ class ConsumerCore:
         )
         self.ended: queue.SimpleQueue[FetchEnded] = queue.SimpleQueue()
         self.quiet: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
+        self.met_upstream: queue.SimpleQueue[EngineId] = queue.SimpleQueue()
+        """Producers that run vLLM's own connector."""
+        self._told_upstream: Recent[str, None] = Recent(MAX_TOLD)
 
     @property
     def open_pulls(self) -> tuple[PullKey, ...]:
@@ -202,6 +210,19 @@ class ConsumerCore:
                 blocks=sum(block is not None for table in fetch.tables for block in table.blocks),
             )
         )
+
+    def spoiled(self, fetch: Fetch) -> None:
+        """The device failed before the fetch began: it has failed, and nobody was asked to write for it."""
+        self._retries.begin(Attempt(fetch, time.monotonic()))  # so that its alternatives are released with it
+        outcome = Outcome(Fate.FAILED, ProtocolReason.DEVICE_FAILED, "the device of this worker failed")
+        ended = FetchEnded(fetch.transfer, fetch.request, fetch.ticket, outcome)
+        pulled = Pulled(fetch.request, fetch.transfer, fetch.span, fetch.tables, fetch.prompt)
+        fetched = self._fetched(_Course(pulled, fetch.ticket, time.perf_counter()), ended)
+        self._journal.ended(fetched)
+        self._report(ended)
+        self._journal.told(fetched)
+        self.quiet.put(fetch.ticket)
+        self.release(fetch.transfer, fetch.request, fetch.source)
 
     def release(self, transfer: TransferId, request: RequestId, source: Source) -> None:
         """Nothing is wanted of this transfer; its producer should know."""
@@ -279,7 +300,8 @@ class ConsumerCore:
     def _perform(self, action: ConsumerAction) -> None:
         match action:
             case Resolve():
-                self._thread.spawn(self._resolve(action))
+                if not self._resolve_at_once(action):
+                    self._thread.spawn(self._resolve(action))
             case SendPull():
                 self._send_pull(action)
             case SendAbort():
@@ -300,16 +322,34 @@ class ConsumerCore:
     async def _resolve(self, action: Resolve) -> None:
         try:
             engine = await self._producers.find(action.source, still=self._is_connected)
+            self._tell_kind(engine)
             if not self._only_releases(action.transfer):
                 self._checker.demand(engine)
             plan = await self._plan_with(engine) if engine.grid is None else None
-            targets = self._targets(engine, plan)
+            targets = self._targets(action.transfer, engine, plan)
             for rank in targets:
                 await self._receive_from(engine, rank)
         except FerryError as error:
             self._resolved(action.transfer)
             self.feed(SourceRefused(action.transfer, refusal_of(error), error.message))
             return
+        self._resolved_to(action, engine, plan, targets)
+
+    def _resolve_at_once(self, action: Resolve) -> bool:
+        """The same, where nothing has to be asked or made: as nearly always. Says no where something has."""
+        engine = self._producers.known(action.source, still=self._is_connected)
+        if engine is None or engine.grid is not None or engine.model != self._local.model:
+            return False
+        plan = self._plans.known(engine.fingerprints, self._local.side().fingerprints)
+        if plan is None or not (self._only_releases(action.transfer) or self._checker.is_content_with(engine)):
+            return False
+        targets = targets_of(plan, self._local.index)
+        if not all(self._receivers.receive(engine.incarnation, engine.ranks[rank]) for rank in targets):
+            return False
+        self._resolved_to(action, engine, plan, targets)
+        return True
+
+    def _resolved_to(self, action: Resolve, engine: RemoteEngine, plan: Plan | None, targets: dict[int, bool]) -> None:
         if (course := self._courses.get(action.transfer)) is not None:
             course.engine, course.plan = engine, plan
             course.targets, course.open = targets, set(targets)
@@ -319,10 +359,17 @@ class ConsumerCore:
         upstream = engine.grid is not None
         self.feed(SourceResolved(action.transfer, engine.incarnation, upstream=upstream, targets=chosen))
 
-    def _targets(self, engine: RemoteEngine, plan: Plan | None) -> dict[int, bool]:
+    def _targets(self, transfer: TransferId, engine: RemoteEngine, plan: Plan | None) -> dict[int, bool]:
         if plan is None:
-            return self._upstream.targets(engine)
+            course = self._courses.get(transfer)
+            return self._upstream.targets(engine, course.pulled.span if course is not None else Span(0, 0))
         return targets_of(plan, self._local.index)
+
+    def _tell_kind(self, engine: RemoteEngine) -> None:
+        """The embedding engine may know better than to ask one of vLLM's connector for every prompt."""
+        if engine.grid is not None and str(engine.incarnation) not in self._told_upstream:
+            self._told_upstream.put(str(engine.incarnation), None)
+            self.met_upstream.put(engine.incarnation.engine_id)
 
     def _only_releases(self, transfer: TransferId) -> bool:
         course = self._courses.get(transfer)
@@ -459,11 +506,16 @@ class ConsumerCore:
 
     def _end(self, ended: FetchEnded) -> None:
         course = self._courses.get(ended.transfer)
+        fetched = None
         if course is not None and course.ticket == ended.ticket:
-            self._journal.fetched(self._fetched(course, ended))
+            fetched = self._fetched(course, ended)
+            self._journal.ended(fetched)
         following = self._retries.next_after(ended)
         if following is None:
             self._report(ended)
+        if fetched is not None:
+            self._journal.told(fetched)
+        if following is None:
             return
         asked = f"{following.transfer} at {following.source.engine}"
         self.story.add(ended.transfer, Entry(self._pump.now(), "to be tried again", "", (asked,)))

@@ -5,12 +5,16 @@ once the device has computed it, and a fetch may only begin once the device has 
 before. Whoever embeds a runtime says so with a :data:`Ready`; the gate asks it on the runtime's loop, never on the
 thread of the device's user, and lets the call through. Later calls wait behind earlier ones: a cancellation never
 overtakes what it cancels. Calls that wait for nothing find the gate open.
+
+A device may fail instead. Then what waits for it never happens, and whoever handed it in is told by another call: a
+fetch that has asked for nothing yet, or a publication that nobody has read, ends at once.
 """
 
 import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from kvferry.runtime.loop import LoopThread
@@ -21,8 +25,15 @@ FIRST_PAUSE: Final = 50e-6
 LONGEST_PAUSE: Final = 1e-3
 
 Ready = Callable[[], bool]
-"""Whether the device has got there. Cheap, never waits, and once true it stays so."""
+"""Whether the device has got there. Cheap, never waits, and once true it stays so; raises when it never will."""
 Call = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    ready: Ready | None
+    call: Call
+    otherwise: Call
 
 
 class Gate:
@@ -30,18 +41,23 @@ class Gate:
 
     def __init__(self, thread: LoopThread) -> None:
         self._thread = thread
-        self._waiting: deque[tuple[Ready | None, Call]] = deque()
+        self._waiting: deque[_Waiting] = deque()
         self._asking = False
+        self._told = False
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def take(self, ready: Ready | None, call: Call) -> None:
-        """Make the call now, or when ``ready`` says so and all earlier ones are through."""
-        if not self._waiting and (ready is None or ready()):
-            call()
+    def take(self, ready: Ready | None, call: Call, *, otherwise: Call | None = None) -> None:
+        """Make the call now, or when ``ready`` says so and all earlier ones are through.
+
+        ``otherwise``: made in its place when the device fails.
+        """
+        new = _Waiting(ready, call, otherwise or _nothing)
+        if not self._waiting and (chosen := self._chosen(new)) is not None:
+            chosen()
             return
-        self._waiting.append((ready, call))
+        self._waiting.append(new)
         if not self._asking:
             self._asking = True
             self._thread.spawn(self._ask())
@@ -49,33 +65,36 @@ class Gate:
     def open(self) -> None:
         """Let all through at once: for the end, when nothing starts any more and each call is refused."""
         while self._waiting:
-            self._pass()
+            self._pass(self._waiting[0].call)
 
     async def _ask(self) -> None:
         pause = FIRST_PAUSE
         while self._waiting:
-            if self._is_ready():
-                self._pass()
+            if (chosen := self._chosen(self._waiting[0])) is not None:
+                self._pass(chosen)
                 pause = FIRST_PAUSE
             else:
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, LONGEST_PAUSE)
         self._asking = False
 
-    def _is_ready(self) -> bool:
-        ready, _ = self._waiting[0]
-        if ready is None:
-            return True
+    def _chosen(self, waiting: _Waiting) -> Call | None:
+        """What is to be done now; ``None`` while the device is at work."""
         try:
-            return ready()
-        except Exception:  # a device that fails: what waits for it never happens, and its blocks stay held
-            logger.exception("the device does not say whether it is done; what waits for it is dropped")
-            self._waiting.popleft()
-            return False
+            return waiting.call if waiting.ready is None or waiting.ready() else None
+        except Exception:  # a device that fails, in whatever way its library says so
+            if not self._told:
+                logger.exception("the device failed: what waits for it is given up (this is said once)")
+            self._told = True
+            return waiting.otherwise
 
-    def _pass(self) -> None:
-        _, call = self._waiting.popleft()
+    def _pass(self, call: Call) -> None:
+        self._waiting.popleft()
         try:
             call()
         except Exception:  # as for every call that is handed to the loop
             logger.exception("a call that had waited for the device failed")
+
+
+def _nothing() -> None:
+    """Nobody is to be told."""

@@ -162,8 +162,8 @@ class ConsumerJournal:
         self._report = report
         self._tally = tally or Tally()
 
-    def fetched(self, fetched: Fetched) -> None:
-        """A transfer has ended; the request that it is for has not gone on yet."""
+    def ended(self, fetched: Fetched) -> None:
+        """A transfer has ended, and the request that it is for has not gone on yet: count it, and report its bytes."""
         ended = fetched.ended
         if fetched.verified is not None:
             self._tally.count("verified_pages", fetched.verified.pages)
@@ -175,6 +175,10 @@ class ConsumerJournal:
         if self._report is not None:
             for rank, placement in fetched.sources.items():
                 self._report.write(self._line(fetched, rank, placement))
+
+    def told(self, fetched: Fetched) -> None:
+        """The request may have gone on: the line, for which nobody should have to wait."""
+        ended = fetched.ended
         logger.log(
             level_of(ended.outcome),
             "transfer %s: %s as consumer: positions %d to %d from %s, %d rank(s), over %s, resolve %.2f ms, "

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 from kvferry.control import (
     BootstrapClient,
     BootstrapService,
-    CurveKeys,
     FoundEngine,
+    Keyring,
     Links,
     RankCard,
     Registration,
@@ -66,7 +66,7 @@ class ProducerNetwork:
             on_message=core.on_message, on_lost=core.on_lost, options=options, sockets=_socket_options(options)
         )
         self._client = BootstrapClient(secret=options.secret, ca=options.bootstrap_ca)
-        self._links: Links[PullKey] = _silent_links(options, self._doors.keys)
+        self._links: Links[PullKey] = _silent_links(options)
         self._service: BootstrapService | None = None
         self._verifier: Verifier | None = None
         self._told: dict[Counted, int] = {}
@@ -163,7 +163,7 @@ class ConsumerNetwork:
 
     def __init__(self, options: RuntimeOptions) -> None:
         self._options = options
-        self._keys = CurveKeys.of(options.secret) if options.secret is not None else None
+        self._keys = Keyring(options.secret) if options.secret is not None else None
         self._client = BootstrapClient(timeout=options.timing.resolve, ca=options.bootstrap_ca)
         self._links: Links[PullKey] | None = None
         self._asked = 0
@@ -284,8 +284,9 @@ def _socket_options(options: RuntimeOptions) -> SocketOptions:
     return replace(options.sockets, silence=max(1.0, options.timing.silence - 1.0))
 
 
-def _silent_links(options: RuntimeOptions, keys: CurveKeys | None) -> Links[PullKey]:
+def _silent_links(options: RuntimeOptions) -> Links[PullKey]:
     """Links on which nothing is awaited."""
+    keys = Keyring(options.secret) if options.secret is not None else None
     return Links(on_reply=lambda *_: None, on_lost=lambda *_: None, options=_socket_options(options), keys=keys)
 
 
@@ -296,8 +297,11 @@ def upstream_engine(found: FoundEngine) -> RemoteEngine:
     return RemoteEngine(Incarnation(found.engine_id, life), "", ranks, grid=Grid(found.tp_size, found.pp_size))
 
 
-def check_keys(found: FoundEngine, keys: CurveKeys | None) -> None:
-    """Refuse a kvferry producer whose doors are not for us: there is no falling back to the plain one."""
+def check_keys(found: FoundEngine, keys: Keyring | None) -> None:
+    """Refuse a kvferry producer whose doors are not for us, and learn which keys its doors take.
+
+    There is no falling back to the plain door.
+    """
     card = found.card
     if card is None:
         return
@@ -307,8 +311,10 @@ def check_keys(found: FoundEngine, keys: CurveKeys | None) -> None:
         said = f"{name} speaks to holders of its shared secret only: set secret_file (or KVFERRY_SECRET) here too"
     elif keys is not None and secured < len(card.ranks):
         said = f"{name} has no secure door and a secret is set here: set secret_file (or KVFERRY_SECRET) there too"
-    elif keys is not None and card.keys != keys.name:
-        said = f"{name} has keys {card.keys[:16]!r}, the secret here gives {keys.name!r}: give both the same secret"
+    elif keys is not None and not keys.learn([rank.secure for rank in card.ranks], card.keys):
+        said = (
+            f"{name} has keys {card.keys[:16]!r}, the secret here gives {keys.used.name!r}: give both the same secret"
+        )
     else:
         return
     raise RemoteProtocolError(ProtocolReason.UNAUTHORIZED, said)

@@ -84,9 +84,13 @@ class Plans:
         """The wire forms of those of these that are this worker's own engine's; each is encoded once."""
         return {one: encode_placement(self._own[one]) for one in dict.fromkeys(fingerprints) if one in self._own}
 
+    def known(self, producers: Sequence[str], consumers: Sequence[str]) -> Plan | None:
+        """The plan between two engines that was compiled already."""
+        return self._plans.get((tuple(producers), tuple(consumers)))
+
     def between(self, producers: Sequence[str], consumers: Sequence[str]) -> Plan:
         """The plan from all ranks of one engine to all of another; raises ``PlanError`` when there is none."""
-        plan = self._plans.get((tuple(producers), tuple(consumers)))
+        plan = self.known(producers, consumers)
         if plan is not None:
             return plan
         return self.of([self.placement(one) for one in producers], [self.placement(one) for one in consumers])

@@ -15,7 +15,7 @@ import queue
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol, assert_never
+from typing import Protocol, assert_never
 
 from msgspec import structs
 
@@ -71,6 +71,7 @@ from kvferry.protocol import (
     requests_of,
 )
 from kvferry.runtime.admission import Admitted, LayoutMissError, admit, refusal_of
+from kvferry.runtime.barred import Barred
 from kvferry.runtime.doors import check_door, check_upstream_peer
 from kvferry.runtime.journal import ProducerJournal
 from kvferry.runtime.loop import LoopThread
@@ -83,9 +84,6 @@ from kvferry.runtime.upstream_serving import UpstreamCounter
 from kvferry.runtime.verify import features_of
 
 logger = logging.getLogger(__name__)
-
-MAX_BARRED: Final = 4096
-"""Consumer ranks of which it is remembered that older pulls are void."""
 
 Connection = bytes
 """A consumer rank's connection, as the listener names it."""
@@ -160,8 +158,7 @@ class ProducerCore:
         self._upstream = UpstreamCounter(local, self._plans, options.upstream_peers)
         self._prompts: dict[TransferId, tuple[Ticket, int]] = {}
         """Lengths of the prompts of published transfers, with the publication that each is of."""
-        self._barred: dict[Puller, int] = {}
-        """Of consumer ranks that gave their older pulls up: the lowest number that is still served."""
+        self._barred = Barred()
         self.quiet: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
         """Tickets whose blocks may be used again; taken out by the embedding engine's thread."""
 
@@ -229,7 +226,7 @@ class ProducerCore:
             side = self._local.side()
             self._refuse(connection, pull, make_refusal(reason, said, pull=pull, producer=side, missing=missing))
             return
-        if admitted.pull < self._barred.get(puller_of(pull), 0):
+        if self._barred.bars(puller_of(pull), admitted.pull):
             said = "the consumer has given this pull up before it came"
             answer = make_refusal(ProtocolReason.ABORTED, said, pull=pull, producer=self._local.side())
             self._refuse(connection, pull, answer)
@@ -287,12 +284,10 @@ class ProducerCore:
                 if known.admitted.pull < below and puller_of(known.message) == puller
             )
 
-        self._barred[puller] = max(below, self._barred.pop(puller, 0))
-        while len(self._barred) > MAX_BARRED:
-            del self._barred[next(iter(self._barred))]
+        barred = self._barred.bar(puller, below)
         if lost := old():
             self.feed(ConsumerLost(lost))
-        return not old()
+        return barred and not old()
 
     # -- what the machine asks for ---------------------------------------------------------------------------
 
@@ -395,6 +390,12 @@ class ProducerCore:
                 prompt=publication.prompt,
             )
         )
+
+    def spoiled(self, publication: Publication) -> None:
+        """The device failed before the prompt was computed: nothing of it is sent, and its blocks go back."""
+        if publication.transfer not in self._prompts:
+            self.withdraw(publication.transfer)  # whoever waits for it is told now
+        self.publish(publication)  # which is given back: the transfer is over, or another publication's
 
     def withdraw(self, transfer: TransferId) -> None:
         """It will not be."""

@@ -83,14 +83,19 @@ class Producers:
 
         ``still``: whether what is known of it may be used unasked. It may have been started anew since.
         """
-        known = self._known.get(source)
-        if known is not None and still(known):
+        known = self.known(source, still=still)
+        if known is not None:
             return known
         if source not in self._asking:
             task = asyncio.get_running_loop().create_task(self._ask(source))
             self._asking[source] = task
             task.add_done_callback(lambda _: self._asking.pop(source, None))
         return await asyncio.shield(self._asking[source])
+
+    def known(self, source: Source, *, still: Callable[[RemoteEngine], bool]) -> RemoteEngine | None:
+        """The same, where nobody has to be asked."""
+        known = self._known.get(source)
+        return known if known is not None and still(known) else None
 
     def of(self, incarnation: Incarnation) -> RemoteEngine | None:
         """The facts of one life of an engine."""

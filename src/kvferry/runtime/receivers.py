@@ -15,6 +15,7 @@ from kvferry.errors import TransportError, TransportReason
 from kvferry.ids import Incarnation
 from kvferry.layout import Region
 from kvferry.runtime.options import TransportFactory
+from kvferry.runtime.producers import RemoteRank
 from kvferry.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,6 @@ class Receivers:
         self._engines: dict[Incarnation, Transport] = {}
         self._writers: dict[Incarnation, set[str]] = {}
         """The producers' own engines that were let in, by producer."""
-        self._retired: set[str] = set()
         self._locks: dict[Incarnation, asyncio.Lock] = {}
 
     async def of(self, producer: Incarnation, writer: str) -> Transport:
@@ -48,6 +48,13 @@ class Receivers:
                 await asyncio.to_thread(engine.admit, writer)
                 admitted.add(writer)
             return engine
+
+    def receive(self, producer: Incarnation, rank: RemoteRank) -> bool:
+        """Whether :meth:`of` would have nothing to do or to wait for, and the rank sends what its engine receives."""
+        engine = self._engines.get(producer)
+        if engine is None or engine.name != rank.transport or self._lock(producer).locked():
+            return False
+        return rank.transport_address in self._writers.get(producer, ())
 
     def now_of(self, producer: Incarnation) -> Transport | None:
         """The same, if there is one now."""
@@ -66,7 +73,7 @@ class Receivers:
             if engine is None:
                 return
             if engine.close_stops_peers:
-                self._retired.add(engine.address())
+                engine.retire()
             elif alive := [one for one in self._writers[producer] if not engine.peer_is_gone(one)]:
                 if not await proof(alive):
                     raise TransportError(TransportReason.TIMED_OUT, f"{producer} may still write: {alive} lives")
@@ -79,14 +86,16 @@ class Receivers:
         return [one for one in self._engines if one.engine_id == producer.engine_id and one != producer]
 
     async def retire(self, producer: Incarnation) -> None:
-        """Destroy the engine of a life that is over and of which nothing is under way."""
+        """Destroy the engine of a life that is over and of which nothing is under way.
+
+        All that was asked of it is proven quiet by now, by its own word or by a fence of an earlier engine, so nobody
+        will write to this one's address: it may be taken again.
+        """
         async with self._lock(producer):
             self._locks.pop(producer, None)
             engine = self._engines.pop(producer, None)
             self._writers.pop(producer, None)
             if engine is not None:
-                if engine.close_stops_peers:
-                    self._retired.add(engine.address())
                 await asyncio.to_thread(engine.close)
 
     async def close(self) -> None:
@@ -99,12 +108,6 @@ class Receivers:
 
     def _fresh(self) -> Transport:
         engine = self._make()
-        spoiled: list[Transport] = []
-        while engine.address() in self._retired:
-            spoiled.append(engine)  # kept open until another address is found
-            engine = self._make()
-        for other in spoiled:
-            other.close()
         engine.register(self._regions)
         return engine
 

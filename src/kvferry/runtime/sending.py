@@ -25,9 +25,11 @@ from kvferry.runtime.binding import check_covered, request_for
 from kvferry.runtime.loop import LoopThread
 from kvferry.runtime.options import RuntimeOptions
 from kvferry.runtime.sides import Local
-from kvferry.runtime.tails import joined, tail_of
+from kvferry.runtime.tails import joined, rests_of
 from kvferry.runtime.targets import allowed_target
-from kvferry.runtime.verify import Digests, Hashers, Job
+from kvferry.runtime.verify import Hashers
+from kvferry.runtime.verify_hashing import Digests
+from kvferry.runtime.verify_pages import Job
 from kvferry.runtime.writes import Writes
 from kvferry.transport import Peer, Submission, SubmissionState, Transport
 
@@ -132,8 +134,12 @@ class Sender:
             return
         bound = time.perf_counter()
         underway = _Order(order, admitted, request, began, bound, rows)
-        self._starting[order.write] = underway
-        self._thread.spawn(self._submit(underway))
+        peer = self._peers.get(_key_of(admitted)) if rows.count else None
+        if self._destroyed or (peer is None and rows.count):
+            self._starting[order.write] = underway
+            self._thread.spawn(self._open(underway))
+        else:
+            self._submit(underway, peer)
 
     def cancel(self, write: WriteId) -> None:
         """Hand nothing more of this write to the engine."""
@@ -156,30 +162,22 @@ class Sender:
         if pair is None:
             return Descriptors.empty()
         rows = pair.bind(request, src=self._local.binding, dst=admitted.binding, max_descriptors=self._limit)
-        tail = tail_of(request, admitted.plan) if admitted.extension is None else None
-        if tail is None:
-            return rows
-        admitted.plan.check(tail)
-        rest = pair.bind(tail, src=self._local.binding, dst=admitted.binding, max_descriptors=self._limit)
-        return joined(rows, rest)
+        caches = self._local.caches
+        if admitted.extension is None and caches is not None and caches.whole_blocks:
+            for rest in rests_of(request, admitted.plan):
+                admitted.plan.check(rest)
+                more = pair.bind(rest, src=self._local.binding, dst=admitted.binding, max_descriptors=self._limit)
+                rows = joined(rows, more)
+        return rows
 
-    async def _submit(self, order: _Order) -> None:
-        write = order.start.write
-        if self._destroyed:
-            async with self._proof:
-                if self._destroyed:
-                    await self._renew()
-        engine = self._engine
+    async def _open(self, order: _Order) -> None:
+        """What may take a while before a first write: an engine, and the consumer's address."""
         try:
-            if not order.rows.count:
-                await self._written(order)
-                return
-            peer = await self._peer(engine, order.admitted)
-            if order.cancelled:
-                self._failed(order, ProtocolReason.ABORTED, "cancelled before it was sent", quiet=True)
-                return
-            order.hashing = self._hash(order)
-            submission = engine.submit(peer, order.rows)
+            if self._destroyed:
+                async with self._proof:
+                    if self._destroyed:
+                        await self._renew()
+            peer = await self._peer(self._engine, order.admitted) if order.rows.count else None
         except TransportError as error:
             self._failed(order, ProtocolReason.TRANSPORT_FAILED, error.message, quiet=True)
             return
@@ -188,7 +186,23 @@ class Sender:
             self._failed(order, error.reason, error.message, quiet=True)
             return
         finally:
-            del self._starting[write]
+            del self._starting[order.start.write]
+        if order.cancelled:
+            self._failed(order, ProtocolReason.ABORTED, "cancelled before it was sent", quiet=True)
+            return
+        self._submit(order, peer)
+
+    def _submit(self, order: _Order, peer: Peer | None) -> None:
+        if peer is None:  # nothing moves
+            self._landed(order)
+            return
+        write = order.start.write
+        order.hashing = self._hash(order)
+        try:
+            submission = self._engine.submit(peer, order.rows)
+        except TransportError as error:
+            self._failed(order, ProtocolReason.TRANSPORT_FAILED, error.message, quiet=True)
+            return
         self._writes.watch(
             write,
             submission,
@@ -209,7 +223,7 @@ class Sender:
 
     def _on_final(self, order: _Order, submission: Submission, state: SubmissionState) -> None:
         if state is SubmissionState.DONE:
-            self._thread.spawn(self._written(order))
+            self._landed(order)
             return
         self._peers.pop(_key_of(order.admitted), None)
         said = submission.error.message if submission.error else "the engine gave no reason"
@@ -225,10 +239,16 @@ class Sender:
         job = Job(order.admitted.plan, (order.admitted.producer, order.admitted.consumer), order.request, ask)
         return self._thread.spawn(self._hashers.digests(job, side="producer", binding=self._local.binding))
 
-    async def _written(self, order: _Order) -> None:
+    def _landed(self, order: _Order) -> None:
         """Every byte has arrived; the write is over when its digests are there too."""
         hashing = order.hashing or self._hash(order)
-        self._finished(order, None, digests=await hashing if hashing else None)
+        if hashing is None:
+            self._finished(order, None)
+        else:
+            self._thread.spawn(self._hashed(order, hashing))
+
+    async def _hashed(self, order: _Order, hashing: "asyncio.Task[Digests]") -> None:
+        self._finished(order, None, digests=await hashing)
 
     def _failed(self, order: _Order, reason: ProtocolReason, said: str, *, quiet: bool, landing: bool = False) -> None:
         self._finished(order, f"{reason.value}: {said}", tell=False)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
-from kvferry.ids import RequestId, TransferId
+from kvferry.ids import EngineId, RequestId, TransferId
 from kvferry.protocol import FetchEnded, Source, Ticket
 from kvferry.runtime.consumer import ConsumerCore
 from kvferry.runtime.fetches import Fetch
@@ -54,8 +54,13 @@ class ProducerRuntime:
         self._thread.post(self._core.expect, transfer)
 
     def publish(self, publication: Publication, *, ready: Ready | None = None) -> None:
-        """The prompt is computed, or will be when ``ready`` says so; its blocks are ours until the ticket is quiet."""
-        self._thread.post(self._gate.take, ready, partial(self._core.publish, publication))
+        """The prompt is computed, or will be when ``ready`` says so; its blocks are ours until the ticket is quiet.
+
+        Where ``ready`` raises, the device has failed: nothing of it is sent, and the ticket is quiet.
+        """
+        core = self._core
+        publish, spoiled = partial(core.publish, publication), partial(core.spoiled, publication)
+        self._thread.post(partial(self._gate.take, ready, publish, otherwise=spoiled))
 
     def withdraw(self, transfer: TransferId) -> None:
         """The transfer will not be served."""
@@ -118,8 +123,10 @@ class ConsumerRuntime:
         """Fetch positions into blocks, which are ours until the ticket is quiet.
 
         ``ready``: says when the device no longer touches what these blocks held before; nothing is asked for sooner.
+        Where it raises, the device has failed, and so has the fetch.
         """
-        self._thread.post(self._gate.take, ready, partial(self._core.fetch, fetch))
+        begin, spoiled = partial(self._core.fetch, fetch), partial(self._core.spoiled, fetch)
+        self._thread.post(partial(self._gate.take, ready, begin, otherwise=spoiled))
 
     def release(self, transfer: TransferId, request: RequestId, source: Source) -> None:
         """Nothing is wanted of this transfer; its producer is told."""
@@ -136,6 +143,10 @@ class ConsumerRuntime:
     def take_quiet(self) -> list[Ticket]:
         """Tickets whose blocks nothing writes into any more; each once."""
         return _drain(self._core.quiet)
+
+    def take_upstream(self) -> list[EngineId]:
+        """Producers that were found to run vLLM's own connector; each life of one once."""
+        return _drain(self._core.met_upstream)
 
     def take_interval(self) -> Interval:
         """What was counted since this was last called."""

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+from msgspec import structs
+
 from kvferry.errors import ConfigError, ConfigReason, ProtocolReason, RemoteProtocolError
 from kvferry.layout import Group
 from kvferry.protocol.upstream import GroupRule
@@ -78,14 +80,18 @@ class OwnCaches:
 
     regions: tuple[CacheRegion, ...]
     block_size: int
-    """Tokens of a block, of all attention groups."""
+    """Tokens of a block of attention groups; where they differ, of the smallest."""
     kernel_block_size: int
     cache_dtype: str
     layout: str
     usual_layout: str | None = None
     """The layout that upstream's connector asks vLLM for; ``None``: it takes any, as for latent rows of one head."""
+    one_block_size: bool = True
+    """All attention groups have blocks of that size."""
     even_states: bool = False
     """No layer keeps a state that every tensor rank holds whole."""
+    whole_blocks: bool = False
+    """vLLM clears blocks before their use, but those of a load it does not: whoever loads expects them whole."""
     declared: Declared = Declared()
     unfit: str | None = None
     """Why no upstream peer can be served; ``None``: they can."""
@@ -123,6 +129,15 @@ class OwnCaches:
                 f"its layout {known} {self.peer_layout}, this one is {self.layout}: the order of heads and tokens "
                 f"inside a page differs (VLLM_KV_CACHE_LAYOUT={self.peer_layout} here makes them equal)"
             )
+        if not self.one_block_size and (self.peer_block_size, self.peer_kernel_block_size) != (
+            self.block_size,
+            self.kernel_block_size,
+        ):
+            raise _incompatible(
+                f"its blocks are declared as {self.peer_block_size} tokens of kernel blocks of "
+                f"{self.peer_kernel_block_size}, and those of this model's cache groups differ, from "
+                f"{self.block_size} on"
+            )
         if self.peer_block_size % self.peer_kernel_block_size:
             raise _incompatible(
                 f"its blocks are declared as {self.peer_block_size} tokens of kernel blocks of "
@@ -132,7 +147,7 @@ class OwnCaches:
     def assumptions(self) -> str:
         """What is taken to be as it is here, for the one warning about a peer."""
         here = {
-            "block_size": self.peer_block_size,
+            "block_size": self.peer_block_size if self.one_block_size else "of each cache group",
             "kernel_block_size": self.peer_kernel_block_size,
             "cache_dtype": self.cache_dtype,
             "layout": self.peer_layout,
@@ -140,13 +155,24 @@ class OwnCaches:
         return ", ".join(f"{name} {here[name]}" for name in self.declared.missing)
 
 
+def groups_there(groups: tuple[Group, ...], *, block_size: int | None) -> tuple[Group, ...]:
+    """These groups as an upstream peer has them, with attention blocks of ``block_size`` tokens.
+
+    Where the blocks of groups differ no one size says what they are: then they are as here.
+    """
+    sizes = {group.block_tokens for group in groups if group.kind == "attention"}
+    if block_size is None or len(sizes) > 1:
+        return groups
+    return tuple(
+        structs.replace(group, block_tokens=block_size) if group.kind == "attention" else group for group in groups
+    )
+
+
 def rules_of(groups: tuple[Group, ...], *, block_size: int | None = None) -> tuple[GroupRule, ...]:
     """How lists of these groups are read, for attention blocks of ``block_size`` tokens."""
     return tuple(
-        GroupRule(group.block_tokens, is_state=True)
-        if group.kind == "state"
-        else GroupRule(block_size or group.block_tokens, window=group.sliding_window)
-        for group in groups
+        GroupRule(group.block_tokens, is_state=group.kind == "state", window=group.sliding_window, chunk=group.chunk)
+        for group in groups_there(groups, block_size=block_size)
     )
 
 

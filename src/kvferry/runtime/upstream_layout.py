@@ -17,7 +17,7 @@ from kvferry.errors import ProtocolReason, RemoteProtocolError
 from kvferry.layout import BoundLayout, Component, Group, Layout, Parallel, Region, bind_layout
 from kvferry.protocol import Pull
 from kvferry.runtime.sides import Local
-from kvferry.runtime.upstream_caches import CacheRegion, OwnCaches
+from kvferry.runtime.upstream_caches import CacheRegion, OwnCaches, groups_there
 from kvferry.runtime.upstream_pages import check_heads, heads_of, of_rank, state_of_rank
 
 _PACKED: Final = -1
@@ -75,7 +75,7 @@ def suppose_consumer(pull: Pull, local: Local) -> BoundLayout:
         for layer, page in pages.items()
         for component in page
     )
-    groups = tuple(_peer_group(group, own) for group in placement.groups)
+    groups = groups_there(placement.groups, block_size=own.peer_block_size)
     parallel = Parallel(pull.remote_tp_rank, pull.remote_tp_size, 0, 1, 0, 1)
     regions = _regions(components, placement.storages[0].memory)
     return bind_layout(Layout("upstream", parallel, regions, groups, components))
@@ -170,10 +170,6 @@ def _moved_to(
     if group.kind == "state":
         return moved
     return structs.replace(moved, kernel_blocks=ratio, kernel_stride=theirs.block_len if ratio > 1 else 0)
-
-
-def _peer_group(group: Group, own: OwnCaches) -> Group:
-    return group if group.kind == "state" else structs.replace(group, block_tokens=own.peer_block_size)
 
 
 def _count_blocks(theirs: Mapping[str, CacheRegion], strides: Mapping[str, int], *, at_least: int) -> int:

@@ -12,17 +12,19 @@ from collections.abc import Iterable
 from typing import Final
 from urllib.parse import urlsplit
 
+from msgspec import structs
+
 from kvferry.errors import ProtocolReason, RemoteProtocolError
-from kvferry.layout import Placement
-from kvferry.protocol import Pull, Receiver, Table, Wanted, make_pull
-from kvferry.protocol.upstream import list_blocks, paired_ranks, paired_stages
+from kvferry.layout import Placed, Placement
+from kvferry.protocol import Pull, Receiver, Span, Table, Wanted, make_pull
+from kvferry.protocol.upstream import check_kept, list_blocks, paired_ranks, paired_stages
 from kvferry.runtime.options import UpstreamPeers
 from kvferry.runtime.plans import Recent
 from kvferry.runtime.producers import RemoteEngine
 from kvferry.runtime.pulling import Pulled
 from kvferry.runtime.sides import Local
 from kvferry.runtime.upstream_caches import CacheRegion, OwnCaches, rules_of, upstream_tokens
-from kvferry.runtime.upstream_pages import check_heads, is_outermost
+from kvferry.runtime.upstream_pages import check_heads, is_outermost, of_rank
 from kvferry.runtime.upstream_serving import TRANSPORT, check_own, warn_of_assumptions
 from kvferry.transport import Transport
 
@@ -39,13 +41,16 @@ class UpstreamPuller:
         self._peers = peers
         self._warned: Recent[str, None] = Recent(MAX_WARNED)
 
-    def targets(self, engine: RemoteEngine) -> dict[int, bool]:
+    def targets(self, engine: RemoteEngine, wanted: Span) -> dict[int, bool]:
         """The ranks that upstream would pull from; raises ``RemoteProtocolError`` where a copy could be wrong."""
         grid = engine.grid
         assert grid is not None, "only engines of upstream's have a grid"  # noqa: S101
         local = self._local
         own = check_own(local, self._peers, _host_of(engine), transport=TRANSPORT)
         _check_blocks(own, local.placement)
+        if wanted.start < wanted.stop:
+            rules = rules_of(local.placement.groups, block_size=own.peer_block_size)
+            check_kept(rules, wanted, tokens=self._computed(wanted.stop))
         tensor = paired_ranks(local.tp_rank, local.tp_size, others=grid.tp_size)
         if local.tp_size != grid.tp_size:
             _check_cut(own, local.placement, most_ranks=max(local.tp_size, grid.tp_size))
@@ -81,9 +86,19 @@ class UpstreamPuller:
         return make_pull(shown, [Wanted(pulled.request, pulled.transfer, pulled.span, tables)], None)
 
     def sources(self, engine: RemoteEngine, ranks: Iterable[int]) -> dict[int, Placement]:
-        """What the ranks are taken to hold, for digests in a report: where each stands for one of ours, the same."""
-        same = engine.grid is not None and engine.grid.tp_size == self._local.tp_size
-        return dict.fromkeys(ranks, self._local.placement) if same else {}
+        """What the ranks are taken to hold, for digests in a report, each only once.
+
+        Of copies the first rank writes. Of stages it is not known which has which layers: one stands for all.
+        """
+        grid, here = engine.grid, self._local.placement
+        assert grid is not None, "only engines of upstream's have a grid"  # noqa: S101
+        found: dict[tuple[Placed, ...], int] = {}
+        for rank in ranks:
+            placed = here.placed
+            if grid.tp_size != self._local.tp_size:
+                placed = _as_held(here, rank=rank % grid.tp_size, size=grid.tp_size)
+            found.setdefault(placed, rank)
+        return {rank: Placement(here.groups, here.storages, placed) for placed, rank in found.items()}
 
     def _lists(self, pulled: Pulled, own: OwnCaches) -> tuple[tuple[int, ...], ...]:
         if not any(table.blocks for table in pulled.tables):
@@ -94,9 +109,14 @@ class UpstreamPuller:
             table if group.kind == "state" else _in_pieces(table, pieces)
             for table, group in zip(pulled.tables, groups, strict=True)
         ]
+        rules = rules_of(groups, block_size=own.peer_block_size)
+        return list_blocks(tables, rules, tokens=self._computed(pulled.span.stop))
+
+    def _computed(self, stop: int) -> int:
+        """How many tokens upstream has computed of a prompt of which we fetch ``stop``."""
+        groups = self._local.placement.groups
         left_one = any(group.kind == "state" or group.sliding_window or group.chunk for group in groups)
-        tokens = upstream_tokens(groups, stop=pulled.span.stop, prompt_tokens=pulled.span.stop + left_one)
-        return list_blocks(tables, rules_of(groups, block_size=own.peer_block_size), tokens=tokens)
+        return upstream_tokens(groups, stop=stop, prompt_tokens=stop + left_one)
 
 
 # --------------------------------------------------------------------------------------- blocks of another size
@@ -171,6 +191,13 @@ def _check_cut(own: OwnCaches, placement: Placement, *, most_ranks: int) -> None
         page = [component for component in placement.components if component.layer == region.layer]
         base = min(component.address for component in page)
         check_heads(region.layer, [(one.address - base, one) for one in page], most_ranks=most_ranks)
+
+
+def _as_held(placement: Placement, *, rank: int, size: int) -> tuple[Placed, ...]:
+    """Our components, as a producer rank holds them whose heads were checked."""
+    return tuple(
+        structs.replace(one, component=of_rank(one.component, rank=rank, size=size)) for one in placement.placed
+    )
 
 
 def _host_of(engine: RemoteEngine) -> str:

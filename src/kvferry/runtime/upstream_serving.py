@@ -15,7 +15,7 @@ from typing import Final
 from kvferry.errors import ProtocolReason, RemoteProtocolError
 from kvferry.layout import BoundLayout, regions_of
 from kvferry.protocol import Pull, PulledRequest, Span
-from kvferry.protocol.upstream import paired_ranks, place_lists, pulls_awaited, span_of
+from kvferry.protocol.upstream import check_listed, paired_ranks, place_lists, pulls_awaited, span_of
 from kvferry.runtime.admission import Admitted
 from kvferry.runtime.options import UpstreamPeers
 from kvferry.runtime.plans import Plans, Recent
@@ -134,7 +134,9 @@ class UpstreamCounter:
             tokens = upstream_tokens(groups, stop=published.stop, prompt_tokens=prompt_tokens)
             lists = [[block or 0 for block in table.blocks] for table in wanted.tables]
             tables = place_lists(lists, rules, tokens)
-            return replace(wanted, tables=tables, span=span_of(tables, rules, published))
+            span = span_of(tables, rules, published)
+            check_listed(tables, rules, span)
+            return replace(wanted, tables=tables, span=span)
 
         return read
 

@@ -1,11 +1,10 @@
 """Writes under way: submissions watched on the loop until they are final, and after a failure until they are quiet.
 
-Engines report by being asked. One task asks, when a submission says that it has ended, and every now and then besides,
-since not all say so; with no write under way it does not run at all.
+Engines report by being asked: at once when a submission says that it has ended, and every now and then besides, since
+not all say so. With no write under way nobody asks.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
@@ -34,8 +33,6 @@ class Writes(Generic[_Key]):
         self._doubtful: dict[_Key, _Watched] = {}
         """Failed, and not proven quiet yet."""
         self._task: asyncio.Task[None] | None = None
-        self._told = asyncio.Event()
-        """Something has ended since it was last asked."""
 
     def watch(
         self,
@@ -47,7 +44,7 @@ class Writes(Generic[_Key]):
     ) -> None:
         """Call ``on_final`` once when it ends, and ``on_quiet`` once when a failed one turns out to be quiet."""
         self._pending[key] = _Watched(submission, on_final, on_quiet)
-        submission.tell(lambda: self._thread.post(self._told.set))
+        submission.tell(lambda: self._thread.post(self._poll))
         if self._task is None:
             self._task = self._thread.spawn(self._ask())
 
@@ -75,11 +72,8 @@ class Writes(Generic[_Key]):
 
     async def _ask(self) -> None:
         while self._pending or self._doubtful:
-            self._told.clear()
             self._poll()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LONGEST_PAUSE):
-                    await self._told.wait()
+            await asyncio.sleep(LONGEST_PAUSE)
         self._task = None
 
     def _poll(self) -> None:

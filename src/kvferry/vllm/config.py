@@ -49,7 +49,8 @@ class Config:
     """Address that this engine binds and tells its peers; default: ``VLLM_HOST_IP``, else vLLM's own choice."""
 
     side_channel_port: int = 0
-    """First port of the message socket; rank r takes this plus r. 0 takes a free port."""
+    """First port of the message socket; rank r takes this plus r, rank r of data parallel rank d this plus d times the
+    ranks of an engine plus r. 0 takes a free port."""
 
     bootstrap_port: int | None = None
     """Port of the bootstrap service that rank 0 of a producer serves; default: ``VLLM_MOONCAKE_BOOTSTRAP_PORT``."""
@@ -130,7 +131,8 @@ class Config:
 
     layout_dump: str | None = None
     """Path to which each worker writes its layout file; ``{rank}`` in it stands for the worker's number (needed with
-    more than one), ``{engine}`` for the engine's id. See ``kvferry inspect`` and ``kvferry check``."""
+    more than one), ``{engine}`` for the engine's id (needed with data parallel ranks). See ``kvferry inspect`` and
+    ``kvferry check``."""
 
     secret_file: str | None = None
     """File of a secret that all engines of a deployment and their router share (at least 32 random bytes, mode 0600);
@@ -138,7 +140,7 @@ class Config:
     nobody else, and a rank's registration must be signed. See docs/security.md."""
 
     secure_port: int = 0
-    """With a secret: first port of the CURVE socket; rank r takes this plus r. 0 takes `side_channel_port` where no
+    """With a secret: first port of the CURVE socket, counted on as `side_channel_port` is. 0 takes that port where no
     plain socket is open beside it, else a free one."""
 
     bootstrap_tls_cert: str | None = None

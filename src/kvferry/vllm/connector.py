@@ -25,10 +25,12 @@ from kvferry.vllm.config import ignored_options, parse_config
 from kvferry.vllm.endpoint import check_parallel, check_sleep_mode
 from kvferry.vllm.holds import BlockHolds
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata
+from kvferry.vllm.releases import check_release
 from kvferry.vllm.scheduler import FerryScheduler
 from kvferry.vllm.statistics import FerryPromMetrics, FerryStats
 from kvferry.vllm.tables import read_cache_shape
 from kvferry.vllm.worker import FerryWorker
+from vllm import __version__ as vllm_release
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +59,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         log_as_vllm_does()
+        check_release(vllm_release)
         extra = self._kv_transfer_config.kv_connector_extra_config
         self._config = parse_config(extra)
         for option, why in ignored_options(extra).items():
@@ -72,6 +75,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
                 self._holds,
                 produces=self._kv_transfer_config.is_kv_producer,
                 consumes=self._kv_transfer_config.is_kv_consumer,
+                upstream_block=self._config.declared_peer.block_size,
             )
         else:
             self._worker_half = FerryWorker(vllm_config, kv_cache_config, self._config)

@@ -47,6 +47,9 @@ def read_options(
 ) -> RuntimeOptions:
     """The options of rank ``rank`` of this engine, which binds ``host``, an address of this machine."""
     os.environ.update(parse_variables(config.mooncake_env))  # an engine's settings are those of its process
+    parallel = vllm_config.parallel_config
+    # The data parallel ranks of a host have the same options, and ports of their own.
+    place = parallel.data_parallel_index * parallel.world_size + rank
 
     def make_transport() -> Transport:
         if config.transport == "cma":
@@ -58,7 +61,7 @@ def read_options(
     secret = find_secret(config.secret_file)
     return RuntimeOptions(
         host=host,
-        port=config.side_channel_port + rank if config.side_channel_port else 0,
+        port=config.side_channel_port + place if config.side_channel_port else 0,
         make_transport=make_transport,
         enter_thread=enter_thread,
         bootstrap=_bootstrap(vllm_config, config, rank=rank),
@@ -91,7 +94,7 @@ def read_options(
         quarantine_max_fraction=config.quarantine_max_fraction,
         upstream_peers=_upstream_peers(config, secret),
         secret=secret,
-        secure_port=config.secure_port + rank if config.secure_port else 0,
+        secure_port=config.secure_port + place if config.secure_port else 0,
         bootstrap_ca=config.bootstrap_ca,
         write_targets=_write_targets(config),
     )

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvferry.ids import RequestId, TransferId
+from kvferry.ids import EngineId, RequestId, TransferId
 from kvferry.protocol import PromptMark, Source, Span, Table, Ticket
 from kvferry.runtime import Alternative
 
@@ -105,15 +105,17 @@ class FerryMetadata(KVConnectorMetadata):
 
 
 class FerryWorkerMetadata(KVConnectorWorkerMetadata):
-    """Which tickets went quiet since the last step, and on how many ranks."""
+    """Which tickets went quiet since the last step, and on how many ranks; which producers turned out to be foreign."""
 
-    def __init__(self, quiet: Counter[Ticket]) -> None:
+    def __init__(self, quiet: Counter[Ticket], upstream: frozenset[EngineId] = frozenset()) -> None:
         self.quiet = quiet
+        self.upstream = upstream
+        """Producers that run vLLM's own connector."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "FerryWorkerMetadata":
         if not isinstance(other, FerryWorkerMetadata):
             raise TypeError(f"cannot join {type(other).__name__} to FerryWorkerMetadata")
-        return FerryWorkerMetadata(self.quiet + other.quiet)
+        return FerryWorkerMetadata(self.quiet + other.quiet, self.upstream | other.upstream)
 
 
 @dataclass(frozen=True, slots=True)

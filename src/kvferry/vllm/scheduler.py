@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
-from kvferry.ids import RequestId, TransferId
+from kvferry.errors import RemoteProtocolError
+from kvferry.ids import EngineId, RequestId, TransferId
 from kvferry.protocol import Span, Table, Ticket
+from kvferry.protocol.upstream import check_kept
 from kvferry.runtime import new_epoch
+from kvferry.runtime.upstream_caches import rules_of, upstream_tokens
 from kvferry.vllm.holds import BlockHolds, HeldBlocks
 from kvferry.vllm.metadata import (
     Cancel,
@@ -63,8 +66,19 @@ REMEMBERED = 4096
 class FerryScheduler:
     """Scheduler half of the connector; called by vLLM's scheduler, on its thread."""
 
-    def __init__(self, shape: CacheShape, holds: BlockHolds, *, produces: bool, consumes: bool) -> None:
+    def __init__(
+        self,
+        shape: CacheShape,
+        holds: BlockHolds,
+        *,
+        produces: bool,
+        consumes: bool,
+        upstream_block: int | None = None,
+    ) -> None:
         self._shape = shape
+        self._upstream_rules = rules_of(shape.kinds, block_size=upstream_block)
+        self._upstream: dict[EngineId, None] = {}
+        """Producers that are known to run vLLM's own connector."""
         self._holds = holds
         self._produces = produces
         self._consumes = consumes
@@ -99,7 +113,21 @@ class FerryScheduler:
             return 0
         if not self._is_first(request, origin.transfer):
             return 0
-        return max(0, self._shape.movable_tokens(request.num_prompt_tokens) - cached)
+        stop = self._shape.movable_tokens(request.num_prompt_tokens)
+        if origin.source.engine in self._upstream and not self._is_kept(Span(min(cached, stop), stop), request):
+            return 0
+        return max(0, stop - cached)
+
+    def _is_kept(self, wanted: Span, request: "Request") -> bool:
+        """Whether vLLM's own connector still has all that this prompt's last token looks at; else the whole prompt is
+        computed here, since a fetch would be refused."""
+        computed = upstream_tokens(self._shape.kinds, stop=wanted.stop, prompt_tokens=request.num_prompt_tokens)
+        try:
+            check_kept(self._upstream_rules, wanted, tokens=computed)
+        except RemoteProtocolError as error:
+            logger.info("request %s: its prompt is computed here: %s", request.request_id, error.message)
+            return False
+        return True
 
     def on_allocated(self, request: "Request", blocks: "KVCacheBlocks", missing: int) -> None:
         """Blocks were allocated; ``missing`` of the request's tokens are to be fetched."""
@@ -150,6 +178,9 @@ class FerryScheduler:
         meta = output.kv_connector_worker_meta
         if isinstance(meta, FerryWorkerMetadata):
             self._holds.settle(meta.quiet)
+            self._upstream.update(dict.fromkeys(meta.upstream))
+            while len(self._upstream) > REMEMBERED:
+                del self._upstream[next(iter(self._upstream))]
 
     def changed_holds(self) -> HeldBlocks | None:
         """How many blocks are held, when that differs from what was said last."""

@@ -55,6 +55,8 @@ class CacheShape:
     groups: tuple[GroupShape, ...]
     leaves_last_token: bool
     """The N-1 rule holds: the last prompt token is computed by the decode engine, never moved."""
+    kinds: tuple[Group, ...] = ()
+    """The groups themselves."""
 
     def cut(self, blocks: Sequence[Sequence[int]], span: Span) -> tuple[Table, ...]:
         """One table per transferred group out of the tables of all groups (or of the transferred ones)."""
@@ -84,6 +86,7 @@ def read_cache_shape(kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig"
         group_ids=tuple(kv_cache_config.transfer_group_ids),
         groups=tuple(_shape(one) for one in groups),
         leaves_last_token=any(not _keeps_all(one.group) for one in groups),
+        kinds=tuple(one.group for one in groups),
     )
 
 

@@ -204,12 +204,13 @@ class FerryWorker:
         return ended
 
     def take_quiet(self) -> FerryWorkerMetadata | None:
-        """The tickets that went quiet."""
+        """The tickets that went quiet, and producers that turned out to be of vLLM's own connector."""
         quiet: Counter[Ticket] = Counter()
         for runtime in (self._producer, self._consumer):
             if runtime is not None:
                 quiet.update(runtime.take_quiet())
-        return FerryWorkerMetadata(quiet) if quiet else None
+        upstream = frozenset(self._consumer.take_upstream() if self._consumer is not None else ())
+        return FerryWorkerMetadata(quiet, upstream) if quiet or upstream else None
 
     def take_statistics(self) -> FerryStats | None:
         """What this rank did since it was last asked; ``None`` for nothing."""

@@ -18,10 +18,13 @@ def check_doors(deployment: Deployment, host: HostAddress) -> Finding:
     except ConfigError as error:
         return Finding.of_error("doors", error)
     listed = deployment.upstream_networks
-    facts = {"secret": secret is not None, "upstream_networks": list(listed), "tls": deployment.tls}
+    facts: dict[str, object] = {"secret": secret is not None, "upstream_networks": list(listed), "tls": deployment.tls}
     if secret is not None:
+        others = len(secret.known) - 1
+        facts["further_secrets"] = others
+        more = f"; {others} further secret(s) are known, for a change" if others else ""
         plain = f"a plain one is open to {', '.join(listed)}" if listed else "no plain one is open"
-        return Finding("doors", Verdict.OK, f"kvferry peers speak CURVE; {plain}", facts=facts)
+        return Finding("doors", Verdict.OK, f"kvferry peers speak CURVE; {plain}{more}", facts=facts)
     said = "no secret is set: whoever reaches the message sockets and the bootstrap service is taken for a peer"
     verdict = Verdict.NOTE if host.scope == "loopback" else Verdict.WARNING
     return Finding("doors", verdict, said, ADVICE if verdict is Verdict.WARNING else "", facts)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.distributed import parallel_state
 from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec
 
@@ -170,7 +171,13 @@ class _Reader:
     places: Mapping[str, _Place]
 
     def components(self, layer: _Layer, cache: Any) -> tuple[Component, ...]:
-        """The components of one layer."""
+        """The components of one layer. A fetch does without those of a draft that the producer does not have."""
+        found = self._read(layer, cache)
+        if not self.model.is_draft(layer.name, layer.index):
+            return found
+        return tuple(msgspec.structs.replace(one, optional=True) for one in found)
+
+    def _read(self, layer: _Layer, cache: Any) -> tuple[Component, ...]:
         if isinstance(layer.spec, MambaSpec):
             return tuple(self._state(layer, cache))
         tensors = _tensors(cache)

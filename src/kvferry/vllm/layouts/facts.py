@@ -82,9 +82,17 @@ class Model:
             return heads_of(spec.num_kv_heads, spec.max_tp_shards * spec.num_kv_heads, tp=self.tp, layer=name)
         return heads_of(spec.num_kv_heads, self._total_heads(name, index), tp=self.tp, layer=name)
 
+    def is_draft(self, name: str, index: int) -> bool:
+        """Whether the layer only guesses ahead. What it guesses is verified, so answers do not depend on its cache."""
+        if self.config.speculative_config is None:
+            return False
+        # Such layers are numbered on from the model's own, or stand under a name of their own.
+        layers = self.config.model_config.get_total_num_hidden_layers()
+        return index >= layers or not _DRAFT_NAMES.isdisjoint(name.split("."))
+
     def _total_heads(self, name: str, index: int) -> int:
         model, speculative = self.config.model_config, self.config.speculative_config
-        if speculative is None or not _is_draft(name, index, model.get_total_num_hidden_layers()):
+        if speculative is None or not self.is_draft(name, index):
             return int(model.model_arch_config[index].total_num_kv_heads)
         draft = speculative.draft_parallel_config
         if draft is not None and draft.tensor_parallel_size != self.tp.size:
@@ -125,11 +133,6 @@ class Model:
         whole.parallel_config.tensor_parallel_size = 1
         conv = shapes_of(whole)[0]
         return int(conv[0 if get_conv_state_layout() == "DS" else 1])
-
-
-def _is_draft(name: str, index: int, layers: int) -> bool:
-    """A draft model's layers are numbered on from the model's own, or stand under a name of their own."""
-    return index >= layers or not _DRAFT_NAMES.isdisjoint(name.split("."))
 
 
 _DRAFT_NAMES = frozenset({"mtp", "draft_model"})

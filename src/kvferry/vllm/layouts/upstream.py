@@ -35,7 +35,7 @@ def own_caches(
     block_size = min(sizes, default=int(vllm_config.cache_config.block_size))
     regions: list[CacheRegion] = []
     ratios: set[int] = set()
-    unfit = _unfit(kv_cache_config, specs, sizes)
+    unfit = _unfit(kv_cache_config, specs)
     for layer, cache in kv_caches.items():
         if layer not in specs or unfit is not None:
             continue
@@ -54,6 +54,8 @@ def own_caches(
         regions.append(CacheRegion(layer, index, group, view.address, view.strides[0], moved, (group,)))
     if len(ratios) > 1:
         unfit = f"its layers have different numbers of kernel blocks in a block: {sorted(ratios)}"
+    elif len(sizes) > 1 and ratios != {1}:
+        unfit = f"its cache groups have blocks of different sizes, cut into kernel blocks: {sorted(sizes)}"
     return OwnCaches(
         regions=tuple(regions),
         block_size=block_size,
@@ -61,7 +63,9 @@ def own_caches(
         cache_dtype=_cache_dtype(vllm_config),
         layout=str(kv_cache_config.kv_cache_layout or "unknown"),
         usual_layout=None if vllm_config.model_config.use_mla else "LBHNC",
+        one_block_size=len(sizes) <= 1,
         even_states=not any(spec.tp_replicated for spec in specs.values() if isinstance(spec, MambaSpec)),
+        whole_blocks=bool(kv_cache_config.needs_kv_cache_zeroing),
         declared=declared,
         unfit=unfit,
     )
@@ -75,14 +79,12 @@ def _specs(kv_cache_config: "KVCacheConfig") -> dict[str, Any]:
     return found
 
 
-def _unfit(kv_cache_config: "KVCacheConfig", specs: Mapping[str, Any], sizes: set[int]) -> str | None:
+def _unfit(kv_cache_config: "KVCacheConfig", specs: Mapping[str, Any]) -> str | None:
     """What makes a model one that the two connectors cannot exchange."""
     if any(group.kv_cache_spec.prefix_replay_tokens > 0 for group in kv_cache_config.kv_cache_groups):
         return "the model replays a part of the prompt's end, and the two connectors count that end differently"
     if any(isinstance(spec, CircularBufferSpec) for spec in specs.values()):
         return "the model has ring buffers, of which the two connectors list other blocks"
-    if len(sizes) > 1:
-        return f"its cache groups have blocks of different sizes: {sorted(sizes)}"
     return None
 
 

@@ -1,0 +1,54 @@
+"""Which releases of vLLM this connector is for, and all that it does differently from one to the other.
+
+The rest of this room is written for every release in :data:`TRIED` alike: ``tests/vllm/test_contract.py`` compares what
+it uses of vLLM with the source of each. What is asked of one release and not of another belongs here, so that a release
+can be given up by looking through one file. So far that is little; 0.33 beside 0.32, as far as a connector sees it:
+
+* vLLM asks the class whether it can follow sleep mode, before anything is built (:meth:`supports_sleep_mode
+  <kvferry.vllm.connector.FerryConnector.supports_sleep_mode>`); 0.32 does not, so the connector asks itself.
+* ``update_state_after_alloc`` of a request may come some steps later than its blocks, and never, if it is aborted
+  before. Nothing is promised before it, so there is nothing to do.
+* With a draft model ``wait_for_save`` comes after the draft has computed, behind the results of the step.
+"""
+
+import logging
+import re
+from typing import Final
+
+from kvferry.errors import ConfigError, ConfigReason
+
+logger = logging.getLogger(__name__)
+
+Release = tuple[int, int]
+
+TRIED: Final[tuple[Release, ...]] = ((0, 32), (0, 33))
+"""Releases that the tests know, the oldest first. Which tests ran with which: ``docs/support.md``."""
+
+
+def release_of(version: str) -> Release | None:
+    """Major and minor number; ``None`` for a build without a number, as of a working tree.
+
+    >>> release_of("0.33.1rc2+cpu"), release_of("dev"), release_of("0.0.dev1")
+    ((0, 33), None, None)
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    release = (int(found[1]), int(found[2])) if found else (0, 0)
+    return None if release == (0, 0) else release
+
+
+def check_release(version: str) -> None:
+    """Refuse a release that is too old; say of one that is newer than the tests that it is."""
+    release = release_of(version)
+    if release is None:
+        logger.warning("this vLLM does not say its release (%s); kvferry is tested with %s", version, _named())
+    elif release < TRIED[0]:
+        raise ConfigError(
+            ConfigReason.MISSING_DEPENDENCY,
+            f"vLLM {version}: this connector needs {TRIED[0][0]}.{TRIED[0][1]} or newer",
+        )
+    elif release > TRIED[-1]:
+        logger.warning("vLLM %s is newer than what kvferry is tested with (%s)", version, _named())
+
+
+def _named() -> str:
+    return ", ".join(f"{major}.{minor}" for major, minor in TRIED)

@@ -1,0 +1,82 @@
+"""Receive engines: what a producer in doubt knows is kept from all others, and nothing more is."""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from kvferry.errors import TransportError, TransportReason
+from kvferry.ids import EngineId, Incarnation
+from kvferry.runtime.receivers import Receivers
+
+from .over_sockets import OverSockets
+
+LIFE = Incarnation(EngineId("p"), "e1")
+
+
+class Engine(OverSockets):
+    """Says in which order it was retired and closed; may take two attempts to be destroyed."""
+
+    def __init__(self, *, stubborn: bool = False) -> None:
+        super().__init__()
+        self.ended: list[str] = []
+        self._stubborn = stubborn
+
+    def retire(self) -> None:
+        super().retire()
+        self.ended.append("retire")
+
+    def close(self) -> None:
+        super().close()
+        if self._stubborn:
+            self._stubborn = False
+            raise TransportError(TransportReason.TIMED_OUT, "an engine call has not returned")
+        self.ended.append("close")
+
+
+async def nobody_says(writers: Sequence[str]) -> bool:
+    raise AssertionError("the end of the engine is proof enough")
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 10))
+
+
+def test_an_engine_in_doubt_is_retired_before_it_is_destroyed_and_has_a_successor() -> None:
+    async def work() -> None:
+        made: list[Engine] = []
+        receivers = Receivers(lambda: made.append(Engine()) or made[-1], [])
+        first = await receivers.of(LIFE, "writer")
+        await receivers.fence(LIFE, nobody_says)
+        assert (made[0].ended, receivers.now_of(LIFE)) == (["retire", "close"], None)
+        assert await receivers.of(LIFE, "writer") is made[1] is not first
+
+    run(work())
+
+
+def test_an_engine_of_a_life_that_is_over_and_quiet_leaves_its_ports_to_others() -> None:
+    async def work() -> None:
+        made: list[Engine] = []
+        receivers = Receivers(lambda: made.append(Engine()) or made[-1], [])
+        await receivers.of(LIFE, "writer")
+        next_life = Incarnation(EngineId("p"), "e2")
+        assert receivers.outlived_by(next_life) == [LIFE]
+        await receivers.retire(LIFE)
+        assert made[0].ended == ["close"]
+
+    run(work())
+
+
+def test_a_fence_that_was_not_proven_can_be_tried_again() -> None:
+    async def work() -> None:
+        engine = Engine(stubborn=True)
+        receivers = Receivers(lambda: engine, [])
+        await receivers.of(LIFE, "writer")
+        with pytest.raises(TransportError, match="has not returned"):
+            await receivers.fence(LIFE, nobody_says)
+        assert receivers.now_of(LIFE) is engine
+        await receivers.fence(LIFE, nobody_says)
+        assert (engine.ended, receivers.now_of(LIFE)) == (["retire", "retire", "close"], None)
+
+    run(work())
