@@ -3,7 +3,7 @@ PY := .venv/bin/python
 SHELL := bash
 .DEFAULT_GOAL := help
 
-.PHONY: help gpu-check setup setup-core demo demo-quick dumps test test-quick check fuzz-plan fuzz-wire bench-plan bench-costs bench-ttft bench-verify load-routers mutants format faults soak model-check test-vllm contract
+.PHONY: help gpu-check setup setup-core demo demo-quick dumps test test-quick check fuzz-plan fuzz-wire bench-plan bench-costs bench-ttft bench-verify load-routers rolling-upgrade mutants format faults soak model-check test-vllm contract
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -35,9 +35,10 @@ test: setup  ## everything: checks, unit, property, conformance and real-vLLM te
 test-quick: setup  ## without the real-vLLM tests
 	@$(PY) -m pytest -m "not vllm"
 
-test-vllm: setup  ## pairs of real engines over the whole covering array, then docs/support.md from the results
+test-vllm: setup .venv-router/bin/vllm-router  ## pairs of real engines over the whole covering array, then docs/support.md from the results
 	@start=$$SECONDS; mkdir -p build; rm -f build/cells.jsonl; \
-	  $(PY) -m pytest tests/vllm/test_cells.py --cells all --cell-results build/cells.jsonl; rc=$$?; \
+	  $(PY) -m pytest tests/vllm/test_cells.py tests/vllm/test_cells_serve.py tests/vllm/test_rolling.py \
+	    --cells all --cell-results build/cells.jsonl; rc=$$?; \
 	  $(PY) scripts/make_support.py --results build/cells.jsonl && echo "make test-vllm took $$((SECONDS - start)) s"; exit $$rc
 
 contract: setup  ## RELEASE=0.33.0: what that vLLM release asks of a connector, for tests/vllm/test_contract.py
@@ -67,8 +68,11 @@ bench-ttft: setup  ## time to first token of a pair, against one engine and vLLM
 .venv-router/bin/vllm-router: packaging/vllm-router/requirements.txt
 	@python3 -m venv .venv-router && .venv-router/bin/pip install -q -r packaging/vllm-router/requirements.txt && touch $@
 
-load-routers: setup .venv-router/bin/vllm-router  ## 200 mixed requests through both routers, and an audit of all of them
+load-routers: setup .venv-router/bin/vllm-router  ## 200 mixed requests through both routers, three times: kvferry at both ends, or vLLM's at one
 	@$(PY) scripts/load_routers.py
+
+rolling-upgrade: setup  ## a fleet moves from vLLM's own connector to kvferry under load, one process at a time
+	@$(PY) scripts/rolling_upgrade.py
 
 dumps: setup  ## layouts of five real vLLM models, planned by kvferry and by vLLM's own connector: docs/dumps.md
 	@$(PY) scripts/dumps.py

@@ -1,54 +1,90 @@
-"""200 mixed requests on a served pair, through kvferry's router and PyPI's ``vllm-router``: ``make load-routers``.
+"""200 mixed requests on served pairs, through kvferry's router and PyPI's ``vllm-router``: ``make load-routers``.
 
-Two real ``vllm serve`` processes (a tiny Qwen3 in float32, Mooncake over TCP) and each router in front of them in turn.
-What is asked, compared and audited: :mod:`kvferry.testing.mixed_load`. ``vllm-router`` never tells a producer that
-nobody comes for a prompt, so what its clients leave behind is freed by ``publish_timeout``, short here.
+Real ``vllm serve`` processes (a tiny Qwen3 in float32, Mooncake over TCP): a prefill and a decode engine with kvferry,
+and the same with vLLM's own connector. Each way from a prefill to a decode engine of which one at least is kvferry's
+has each router in front of it in turn. What is asked, compared and audited: :mod:`kvferry.testing.mixed_load`.
+``vllm-router`` never tells a producer that nobody comes for a prompt, and neither router can tell vLLM's own connector;
+so what clients leave behind is freed when it expires, soon here.
 """
 
 import argparse
 import asyncio
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 from kvferry.testing.mixed_load import Ends, forget_caches, plan_load, run_load, take_references
 from kvferry.testing.model_recipes import QWEN3
 from kvferry.testing.models import build_model
-from kvferry.testing.serve import SERVED_NAME, ServedPair, ServePair, serve_pair, serve_router, serve_vllm_router
+from kvferry.testing.serve import (
+    SERVED_NAME,
+    Connector,
+    Role,
+    Served,
+    ServedPair,
+    ServeSpec,
+    serve_engines,
+    serve_router,
+    serve_vllm_router,
+)
 
 ROUTER = Path(__file__).parents[1] / ".venv-router" / "bin" / "vllm-router"
-PUBLISH_TIMEOUT_S = 30.0
-"""Longer than any prompt here waits for its decode engine."""
+UNFETCHED_S = 30
+"""How long a prompt waits for its decode engine: longer than any here does."""
+
+WAYS: dict[str, tuple[Connector, Connector]] = {
+    "kvferry": ("ferry", "ferry"),
+    "from-upstream": ("upstream", "ferry"),
+    "to-upstream": ("ferry", "upstream"),
+}
+Engines = dict[tuple[Role, Connector], Served]
 
 
-def pair_of(folder: Path, report: Path) -> ServePair:
+def spec_of(role: Role, connector: Connector, folder: Path) -> ServeSpec:
     """Few enough blocks that sixteen long prompts do not fit at once."""
-    return ServePair(
+    options = {
+        "mooncake_protocol": "tcp",
+        "transfer_report": str(folder / "transfers.jsonl"),
+        "debug_socket_dir": str(folder / "debug"),
+        "publish_timeout": float(UNFETCHED_S),
+    }
+    return ServeSpec(
+        f"{role}-{connector}",
+        role,
         build_model(QWEN3, folder),
         folder,
+        connector=connector,
         arguments=(
-            "--max-model-len",
-            "2304",
-            "--block-size",
-            "32",
-            "--max-num-seqs",
-            "16",
-            "--num-gpu-blocks-override",
-            "600",
+            *("--max-model-len", "2304", "--block-size", "32", "--max-num-seqs", "16"),
+            *("--num-gpu-blocks-override", "600"),
         ),
-        options={
-            "mooncake_protocol": "tcp",
-            "transfer_report": str(report),
-            "debug_socket_dir": str(folder / "debug"),
-            "publish_timeout": PUBLISH_TIMEOUT_S,
-        },
-        environment={"VLLM_SERVER_DEV_MODE": "1"},
+        options=options if connector == "ferry" else None,
+        environment={"VLLM_SERVER_DEV_MODE": "1", "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(UNFETCHED_S)},
     )
 
 
-def routers(served: ServedPair, folder: Path, wanted: list[str]) -> Iterator[tuple[str, AbstractContextManager[str]]]:
+def ends_of(engines: Engines, way: tuple[Connector, Connector], folder: Path) -> Ends:
+    pair = pair_of(engines, way)
+    told = [side for side, kind in zip(("producer", "consumer"), way, strict=True) if kind == "ferry"]
+    return Ends(
+        pair.prefill.url,
+        pair.decode.url,
+        folder / "transfers.jsonl",
+        folder / "debug",
+        SERVED_NAME,
+        told_by=frozenset(told),
+    )
+
+
+def pair_of(engines: Engines, way: tuple[Connector, Connector]) -> ServedPair:
+    return ServedPair.of(engines["prefill", way[0]], engines["decode", way[1]])
+
+
+def routers(
+    served: ServedPair, folder: Path, wanted: Sequence[str]
+) -> Iterator[tuple[str, AbstractContextManager[str]]]:
     for name in wanted:
         log = folder / f"{name}.log"
         yield name, (serve_router(served, log=log) if name == "kvferry" else serve_vllm_router(served, ROUTER, log=log))
@@ -60,32 +96,52 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--router", action="append", choices=("kvferry", "vllm-router"), default=[])
+    parser.add_argument("--way", action="append", choices=tuple(WAYS), default=[])
     parser.add_argument("--folder", type=Path, help="where logs and reports stay; a temporary one by default")
     chosen = parser.parse_args()
     wanted = chosen.router or ["kvferry", "vllm-router"]
     if "vllm-router" in wanted and not ROUTER.exists():
         print(f"{ROUTER} is missing: `make load-routers` installs it")
         return 2
-    bad = 0
     with ExitStack() as stack:
         folder = chosen.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        report = folder / "transfers.jsonl"
-        served = stack.enter_context(serve_pair(pair_of(folder, report)))
-        ends = Ends(served.prefill.url, served.decode.url, report, folder / "debug", SERVED_NAME)
-        asks = plan_load(chosen.requests, seed=chosen.seed)
-        print(f"seed {chosen.seed}: {len(asks)} requests, {len({ask.prompt for ask in asks})} prompts", flush=True)
-        references = asyncio.run(
-            take_references(
-                ends.prefill, asks, model=ends.model, concurrency=chosen.concurrency,
-                forget=lambda: forget_caches(ends.engines),
-            )
-        )  # fmt: skip
-        stable = sum(one.stable_for(len(one.alone.text)) for one in references.values())
-        print(f"the single engine agrees with itself on {stable} of {len(references)} prompts", flush=True)
-        for name, router in routers(served, folder, wanted):
+        ways = {name: WAYS[name] for name in chosen.way or WAYS}
+        engines = start(ways.values(), folder, stack)
+        return load(engines, ways, wanted, folder, chosen)
+
+
+def start(ways: Iterable[tuple[Connector, Connector]], folder: Path, stack: ExitStack) -> Engines:
+    roles: tuple[Role, Role] = ("prefill", "decode")
+    needed = sorted({one for way in ways for one in zip(roles, way, strict=True)})
+    served = stack.enter_context(serve_engines([spec_of(role, connector, folder) for role, connector in needed]))
+    return dict(zip(needed, served, strict=True))
+
+
+def load(
+    engines: Engines,
+    ways: dict[str, tuple[Connector, Connector]],
+    wanted: Sequence[str],
+    folder: Path,
+    chosen: argparse.Namespace,
+) -> int:
+    asks = plan_load(chosen.requests, seed=chosen.seed)
+    print(f"seed {chosen.seed}: {len(asks)} requests, {len({ask.prompt for ask in asks})} prompts", flush=True)
+    first = ends_of(engines, next(iter(ways.values())), folder)
+    references = asyncio.run(
+        take_references(
+            first.prefill, asks, model=SERVED_NAME, concurrency=chosen.concurrency,
+            forget=lambda: forget_caches([first.prefill]),
+        )
+    )  # fmt: skip
+    stable = sum(one.stable_for(len(one.alone.text)) for one in references.values())
+    print(f"the single engine agrees with itself on {stable} of {len(references)} prompts", flush=True)
+    bad = 0
+    for way, kinds in ways.items():
+        ends = ends_of(engines, kinds, folder)
+        for name, router in routers(pair_of(engines, kinds), folder, wanted):
             with router as url:
                 audit = run_load(url, ends, asks, references, concurrency=chosen.concurrency)
-            print(f"{name}: {audit}", *audit.faults, sep="\n  ", flush=True)
+            print(f"{way}, {name}: {audit}", *audit.faults, sep="\n  ", flush=True)
             bad += bool(audit.faults)
     return 1 if bad else 0
 

@@ -94,12 +94,11 @@ HEAD = """# What works with what
 
 *Works* means, for each entry of the first table and the list of cells: a prefill and a decode engine, real vLLM on the
 CPU; digests of the moved pages equal at both ends for every request (where one end is vLLM's own connector, which makes
-none: equal to those of the same prompt between two kvferry engines; none are told where that is the prefill side of
-another tensor parallel size: there the answers alone are compared); the answers those of one engine that does both
-(token by token where that engine agrees with itself alone and in a batch and computes in float32, else by teacher-forced
-log probabilities: within 0.002 in float32, 0.5 in bfloat16); and every block back in all pools. *Layout read* means that
-the cache's layout is read right, and no pair of engines was run. *Untested* is what it says. GPU memory, RDMA and NVLink
-are untested throughout.
+none: equal to those of the same prompt between two kvferry engines of the same sizes); the answers those of one engine
+that does both (token by token where that engine agrees with itself alone and in a batch and computes in float32, else by
+teacher-forced log probabilities: within 0.002 in float32, 0.5 in bfloat16); and every block back in all pools. *Layout
+read* means that the cache's layout is read right, and no pair of engines was run. *Untested* is what it says. GPU memory,
+RDMA and NVLink are untested throughout.
 
 Written by `make test-vllm` on {date}, {machine}, vLLM {vllm}.
 """

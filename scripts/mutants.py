@@ -4,7 +4,8 @@ Each mutant is the source with one small fault: a comparison, an operator or a c
 statement left out. The fast tests of both rooms, and a run of the planner against the oracle over ``ORACLE_SEEDS``, are
 run on it; a mutant that no test notices *survives*. Nothing on disk is changed: every mutant runs in a fork of this
 process that loads the one changed module from memory, after a parent that has imported everything but kvferry itself
-and knows what the oracle expects. Results are appended to a file, so a run that was stopped goes on where it was.
+and knows what the oracle expects. Results are appended to a file, so a run that was stopped goes on where it was. A
+result is of one text of its module and one of the tests: after an edit of either, the mutant is tried again.
 
 Messages, annotations and sizes (constants in capitals) are left alone: they have no right value to be held to.
 """
@@ -12,6 +13,7 @@ Messages, annotations and sizes (constants in capitals) are left alone: they hav
 import argparse
 import ast
 import copy
+import hashlib
 import importlib.abc
 import importlib.util
 import json
@@ -22,7 +24,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.machinery import ModuleSpec
@@ -40,6 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("plan", "layout")
 ORACLE_SEEDS = range(150)
 TESTS = ("tests/plan", "tests/layout")
+ORACLE = ("kvferry.testing.oracle", "kvferry.testing.strategies", "kvferry.testing.fuzz_plan")
 LEFT_OUT = (
     "test_docs.py",
     "test_fewest.py",
@@ -77,8 +80,19 @@ class Mutant:
 
 
 @dataclass(frozen=True)
+class Texts:
+    """Digests of what an outcome follows from."""
+
+    module: str
+    """The source that was changed: in another one, the same number is another mutant."""
+    tests: str
+    """The test files and what they use of the project, except the source of the module."""
+
+
+@dataclass(frozen=True)
 class Result:
     mutant: Mutant
+    texts: Texts
     outcome: str
     """``killed``, ``timeout`` or ``survived``."""
     seconds: float
@@ -235,10 +249,56 @@ def path_of(module: str) -> Path:
     return ROOT / "src" / Path(*module.split(".")).with_suffix(".py")
 
 
+def package_of(module: str) -> Path:
+    return ROOT / "src" / Path(*module.split(".")) / "__init__.py"
+
+
 @cache
 def source_of(module: str) -> str:
     """As it was when the run began, also when somebody edits meanwhile."""
     return path_of(module).read_text()
+
+
+def digest_of(sources: Iterable[str]) -> str:
+    whole = hashlib.sha256()
+    for source in sources:
+        whole.update(f"{len(source)}\n{source}".encode())
+    return whole.hexdigest()[:16]
+
+
+@cache
+def used_by_tests() -> tuple[Path, ...]:
+    """The test files, those beside them, and all of the project that they import, directly or not."""
+    found: set[Path] = set()
+    left = [path for folder in TESTS for path in (ROOT / folder).rglob("*.py") if path.name not in LEFT_OUT]
+    left += [path_of(name) for name in ORACLE]
+    while left:
+        path = left.pop()
+        if path not in found:
+            found.add(path)
+            left += imported_by(path)
+    return tuple(sorted(found))
+
+
+def imported_by(path: Path) -> list[Path]:
+    """Files of the project that a file imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    ours = {".".join(name.split(".")[:stop]) for name in names for stop in range(1, name.count(".") + 2)}
+    places = [place for name in ours if name.startswith("kvferry") for place in (path_of(name), package_of(name))]
+    return [place for place in places if place.exists()]
+
+
+@cache
+def texts_of(module: str) -> Texts:
+    """Digests of a module and of what it is tried with, as they were when they were first asked for."""
+    others = [path for path in used_by_tests() if path != path_of(module)]
+    tests = digest_of(f"{path.relative_to(ROOT)}\n{path.read_text()}" for path in others)
+    return Texts(digest_of([source_of(module)]), tests)
 
 
 def modules() -> list[str]:
@@ -327,7 +387,7 @@ def try_mutant(mutant: Mutant, known: list[tuple[object, object]]) -> Result:
         _run_in_fork(mutant, known)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     outcome = {0: "survived", -signal.SIGXCPU: "timeout", -signal.SIGKILL: "timeout"}.get(code, "killed")
-    return Result(mutant, outcome, round(time.monotonic() - start, 2))
+    return Result(mutant, texts_of(mutant.module), outcome, round(time.monotonic() - start, 2))
 
 
 def _be_modest() -> None:
@@ -351,14 +411,31 @@ def _run_in_fork(mutant: Mutant, known: list[tuple[object, object]]) -> None:
 # ---------------------------------------------------------------------------------------------------------- the whole
 
 
-def done_before(path: Path) -> dict[tuple[str, int, str], Result]:
+Identity = tuple[str, str, int]
+"""Of a mutant: its module, the digest of the module's source, its number in that source."""
+
+
+def identity(mutant: Mutant) -> Identity:
+    """Which fault in which text. The line and the words of it may be those of another fault after an edit."""
+    return mutant.module, texts_of(mutant.module).module, mutant.number
+
+
+def done_before(path: Path, *, again: bool = False) -> dict[Identity, Result]:
+    """Outcomes that still stand: of the sources and the tests as they are now.
+
+    ``again``: tests were only added, so that what they killed before stays killed.
+    """
     if not path.exists():
         return {}
     found = {}
     for line in path.read_text().splitlines():
         record = json.loads(line)
-        result = Result(Mutant(**record["mutant"]), record["outcome"], record["seconds"])
-        found[result.mutant.module, result.mutant.line, result.mutant.change] = result
+        if "texts" not in record:
+            continue  # written by an earlier version, which did not say what it was of
+        result = Result(Mutant(**record["mutant"]), Texts(**record["texts"]), record["outcome"], record["seconds"])
+        now = texts_of(result.mutant.module)
+        if result.texts == now or (again and result.texts.module == now.module and result.outcome != "survived"):
+            found[identity(result.mutant)] = result
     return found
 
 
@@ -378,13 +455,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="modules whose name contains this")
     parser.add_argument("--sample", type=int, default=0, help="so many mutants of each module at most, drawn by a seed")
     parser.add_argument("--resume", type=Path, default=ROOT / "build/mutants.jsonl", help="file of results")
-    parser.add_argument("--again", action="store_true", help="try those that survived once more")
+    parser.add_argument("--again", action="store_true", help="tests were only added: try none that was killed")
     parser.add_argument("--list", action="store_true", help="say how many there are")
     chosen = parser.parse_args(arguments)
     os.chdir(ROOT)
     todo: list[Mutant] = []
     for module in modules():
         if chosen.only in module:
+            texts_of(module)
             every = list(mutants_of(module))
             if chosen.sample and len(every) > chosen.sample:
                 every = sorted(random.Random(module).sample(every, chosen.sample), key=lambda m: m.number)
@@ -397,11 +475,11 @@ def main(arguments: list[str] | None = None) -> int:
         raise RuntimeError(f"a fork would not load the mutant: {loaded} are imported already")
     known = expectations()
     try_unchanged(known)
-    before, results = done_before(chosen.resume), []
+    before, results = done_before(chosen.resume, again=chosen.again), []
     chosen.resume.parent.mkdir(parents=True, exist_ok=True)
     for number, mutant in enumerate(todo, 1):
-        result = before.get((mutant.module, mutant.line, mutant.change))
-        if result is None or (chosen.again and result.outcome == "survived"):
+        result = before.get(identity(mutant))
+        if result is None:
             result = try_mutant(mutant, known)
             with chosen.resume.open("a") as file:
                 file.write(json.dumps(asdict(result)) + "\n")

@@ -8,6 +8,9 @@ from hypothesis import settings
 
 from kvferry.testing.engine_forge import EngineForge
 from kvferry.testing.engines import warm_forge
+from kvferry.testing.skips import pytest_make_collect_report, pytest_runtest_makereport
+
+__all__ = ["pytest_make_collect_report", "pytest_runtest_makereport"]
 
 # How long an example takes says how busy the machine is, not whether the code is right.
 settings.register_profile("any-machine", deadline=None)

@@ -85,6 +85,7 @@ class ProtocolReason(StrEnum):
     EXPIRED = "expired"
     ABORTED = "aborted"
     TRANSPORT_FAILED = "transport-failed"
+    DEVICE_FAILED = "device-failed"
     VERIFY_MISMATCH = "verify-mismatch"
     LIMIT_EXCEEDED = "limit-exceeded"
     VERSION = "version-mismatch"

@@ -54,11 +54,11 @@ def test_the_end_is_known():
         ({"choices": [{"delta": {"content": ""}}]}, False),
         ({"choices": [{"delta": {"role": "assistant"}, "finish_reason": "stop"}]}, False),
         ({"choices": [{"text": ""}]}, False),
-        ({"choices": []}, False),
+        ({"choices": []}, True),
         ({"error": {}}, False),
     ],
 )
-def test_only_a_chunk_that_names_the_role_is_a_preamble(value, preamble):
+def test_only_a_chunk_without_output_is_a_preamble(value, preamble):
     assert events.is_preamble(events.render(value)) is preamble
 
 

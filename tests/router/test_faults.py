@@ -62,6 +62,38 @@ def test_a_silent_prefill_engine_is_given_up(make_site):
     wait_for_releases(site, [transfer_of(body) for body in site.prefilled()])
 
 
+def test_prefill_moves_on_when_an_engine_is_stopped_while_it_computes(make_site):
+    site = make_site(prefills=2)
+    site.prefills[0].mood.abort_after = 0
+    assert site.complete(prompt="a").status_code == 200
+    first, second = site.prefilled()
+    assert [transfer_of(body) for body in site.decoded()] == [transfer_of(second)]
+    wait_for_releases(site, [transfer_of(first)])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_answer_that_a_stopping_engine_ended_before_its_first_output_is_taken_over(make_site, *, stream, chat):
+    site = make_site(decodes=2)
+    site.decodes[0].mood.abort_after = 0 if stream else 1
+    asked = {"stream": stream, "stream_options": {"include_usage": True}} if stream else {}
+    answer = site.chat(**asked) if chat else site.complete(prompt="a", **asked)
+    assert answer.status_code == 200
+    assert "abort" not in answer.text
+    assert answer.text.count(".2 ") == 1
+    first, second = (transfer_of(body) for body in site.decoded())
+    assert first != second
+    wait_for_releases(site, [first])
+
+
+def test_an_answer_that_a_stopping_engine_ended_after_its_first_output_says_so(make_site):
+    site = make_site(decodes=2)
+    site.decodes[0].mood.abort_after = 1
+    answer = site.complete(prompt="a", stream=True)
+    assert '"finish_reason":"abort"' in answer.text.replace(" ", "")
+    assert len(site.decoded()) == 1
+
+
 def test_without_any_prefill_engine_decode_computes_the_prompt_only_if_allowed(make_site):
     refusing = make_site()
     refusing.prefills[0].stop()

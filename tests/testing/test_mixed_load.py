@@ -1,5 +1,6 @@
 """The audit of a mixed load sees what it is there to see."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -70,6 +71,20 @@ def test_unequal_or_missing_digests_are_faults(ends: Ends) -> None:
 
 def test_an_answer_without_a_transfer_is_a_fault(ends: Ends) -> None:
     assert audited(ends, finished=1).faults == ["only 0 transfers for 1 answers"]
+
+
+def test_an_answer_to_a_prompt_that_is_too_short_needs_no_transfer(ends: Ends) -> None:
+    audit = Audit(ends={"finished": 1}, too_short=1)
+    judge_transfers(ends, before=(), audit=audit)
+    assert audit.faults == []
+
+
+def test_of_vllms_own_connector_one_side_is_told(ends: Ends) -> None:
+    alone = replace(ends, told_by=frozenset(("consumer",)))
+    audit = audited(alone, line("consumer"), line("consumer", "other", digest=None, status="failed"), finished=1)
+    assert (audit.transfers, audit.nbytes, audit.unfinished, audit.faults) == (1, 8, 1, [])
+    assert len(audited(alone, line("consumer"), finished=2).faults) == 1
+    assert len(audited(ends, line("consumer"), finished=1).faults) == 1
 
 
 def test_what_was_released_or_failed_counts_for_no_answer(ends: Ends) -> None:

@@ -1,6 +1,5 @@
 """All three transports pass the suite that ships."""
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,10 +24,10 @@ class TestCma(TransportConformance):
 
 
 @pytest.mark.mooncake
-@pytest.mark.skipif(importlib.util.find_spec("mooncake") is None, reason="the Mooncake engine is not installed")
 class TestMooncake(TransportConformance):
     @pytest.fixture
     def bench(self, tmp_path: Path) -> Iterator[ProcessBench]:
+        pytest.importorskip("mooncake")
         bench = mooncake_bench(tmp_path)
         yield bench
         bench.end()

@@ -33,6 +33,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvferry.ids import EngineId
 from kvferry.protocol import Ticket
 from kvferry.vllm.metadata import FerryWorkerMetadata, Order
 from vllm import SamplingParams
@@ -117,6 +118,7 @@ class Step:
         failed: Iterable[str] = (),
         quiet: Iterable[Ticket] = (),
         ranks: int = 1,
+        upstream: Iterable[EngineId] = (),
     ) -> list[EngineCoreOutput]:
         """The workers' answer: one token for each request that is through its prompt, and what transfers did."""
         names = list(self.output.num_scheduled_tokens)
@@ -128,7 +130,7 @@ class Step:
             kv_connector_output=KVConnectorOutput(
                 finished_recving=set(received) | set(failed),
                 failed_recving=set(failed),
-                kv_connector_worker_meta=FerryWorkerMetadata(told) if told else None,
+                kv_connector_worker_meta=FerryWorkerMetadata(told, frozenset(upstream)),
             ),
         )
         outputs = self.core.scheduler.update_from_output(self.output, answer)

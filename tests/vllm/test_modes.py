@@ -194,6 +194,9 @@ def test_a_data_parallel_rank_registers_under_its_number(model: Path, rank: int)
     vllm_config = EngineArgs(model=str(model), dtype="float32", enforce_eager=True).create_engine_config()
     vllm_config.parallel_config.data_parallel_index = rank
     vllm_config.parallel_config.data_parallel_rank_local = rank
-    options = read_options(vllm_config, parse_config({"bootstrap_port": 8998}), rank=0, host="127.0.0.1")
+    chosen = {"bootstrap_port": 8998, "side_channel_port": 7000, "secure_port": 7100}
+    vllm_config.parallel_config.world_size = 4
+    options = read_options(vllm_config, parse_config(chosen), rank=0, host="127.0.0.1")
     assert options.dp_rank == rank
+    assert (options.port, options.secure_port) == (7000 + 4 * rank, 7100 + 4 * rank), "ranks of one host"
     assert (options.bootstrap.serve is not None) == (rank == 0), "one bootstrap service for all ranks"

@@ -278,3 +278,37 @@ def test_a_window_is_pulled_by_position(model: Path) -> None:
     assert isinstance(pull, Pull)
     assert pull.span == Span(0, 80)
     assert [block is None for block in pull.tables[1].blocks] == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cached", "options", "pulls"),
+    [
+        (46, 0, {}, True),
+        (47, 0, {}, False),  # its last token looks at position 15, and vLLM's connector keeps the window from 16 on
+        (47, 32, {}, True),
+        (48, 0, {}, True),
+        (47, 0, {"upstream_peer": {"block_size": 32}}, True),
+        (63, 0, {"upstream_peer": {"block_size": 32}}, False),
+    ],
+)
+def test_a_prompt_of_which_vllms_connector_has_given_back_a_block_is_computed_here(
+    model: Path, tokens: int, cached: int, options: dict[str, Any], pulls: bool
+) -> None:
+    specs = [core.full_attention(), core.sliding_window(32)]
+    engine = core.make_core(model, "kv_consumer", *specs, options=options)
+    engine.add("one", prompt(20), params=for_decode("t0"))
+    engine.schedule().finish(received=["one"], upstream=[SOURCE.engine])
+    if cached:
+        engine.add("first", prompt(cached), params=None)
+        engine.run()
+    engine.add("d", prompt(tokens, first=10 if cached else 60), params=for_decode())
+    found = [type(order) for order in engine.schedule().orders if order.request == "d"]
+    assert found == [Pull if pulls else Release]
+
+
+def test_from_kvferry_such_a_prompt_is_pulled(model: Path) -> None:
+    engine = core.make_core(model, "kv_consumer", core.full_attention(), core.sliding_window(32))
+    engine.add("d", prompt(47), params=for_decode())
+    (pull,) = engine.schedule().orders
+    assert isinstance(pull, Pull)
+    assert pull.tables[1].blocks[0] is not None

@@ -1,4 +1,4 @@
-"""Real engines of both connectors when something is wrong, and while one connector replaces the other under load."""
+"""Real engines of both connectors in one deployment: when something is wrong, and every pairing under load."""
 
 import random
 import signal
@@ -74,7 +74,7 @@ def test_a_dead_prefill_engine_of_upstreams_is_noticed_within_ten_seconds(
         prefill.kill()
 
 
-def test_a_fleet_moves_from_upstream_to_kvferry_under_load_without_a_wrong_answer(
+def test_every_pairing_of_one_deployment_answers_right_under_load(
     tmp_path: Path, model_folder: Path, forge: EngineForge
 ) -> None:
     model = build_model(QWEN3, model_folder)

@@ -15,7 +15,7 @@ import msgspec
 from kvferry.router import events
 from kvferry.router.config import Decode
 from kvferry.router.engines import Engines, EngineStream, verdict
-from kvferry.router.faults import Answer, FaultReason, Headers, UpstreamError
+from kvferry.router.faults import Answer, FaultReason, Headers, UpstreamError, aborted
 from kvferry.router.metrics import Metrics, counted
 from kvferry.router.pieces import Handoff, Piece, decode_body
 from kvferry.router.pool import Pool
@@ -111,11 +111,13 @@ async def read_whole(stream: EngineStream) -> Answer:
     """The whole answer, which must be a JSON object."""
     body = await stream.read()
     try:
-        whole = isinstance(msgspec.json.decode(body), dict)
+        whole = msgspec.json.decode(body)
     except msgspec.DecodeError:
-        whole = False
-    if not whole:
+        whole = None
+    if not isinstance(whole, dict):
         raise UpstreamError(FaultReason.MALFORMED, "the answer is not a JSON object", reached=True)
+    if events.is_aborted(whole):
+        raise aborted()
     return Answer(200, body, stream.headers)
 
 
@@ -133,6 +135,8 @@ async def read_opening(stream: EngineStream) -> Opening:
         held.append(event)
         if (error := events.error_of(event)) is not None:
             raise verdict(error)
+        if events.is_done(event) or events.is_aborted(events.parse(event)):
+            raise aborted()
         if not events.is_preamble(event):
             break
     return Opening(stream.headers, tuple(held), rest)

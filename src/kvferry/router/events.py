@@ -63,14 +63,14 @@ def render(value: dict[str, object]) -> bytes:
 
 
 def is_preamble(event: bytes) -> bool:
-    """Whether the event carries no output yet: the chunk in which a chat answer only says who speaks.
+    """Whether the event carries no output yet: a chat answer's chunk that only says who speaks, or one of no choice.
 
-    vLLM writes it just before the first token, also when what follows is an error. So the router may hold it for that
-    moment, and ask another engine if need be.
+    vLLM writes the first just before the first token, also when what follows is an error, and the other (the usage) at
+    the end, also when there was no token. So the router may hold it for that moment, and ask another engine if need be.
     """
     value = parse(event)
     choices = value.get("choices") if value else None
-    return isinstance(choices, list) and bool(choices) and all(_only_names_a_role(choice) for choice in choices)
+    return isinstance(choices, list) and all(_only_names_a_role(choice) for choice in choices)
 
 
 def error_of(event: bytes) -> Answer | None:
@@ -82,6 +82,18 @@ def error_of(event: bytes) -> Answer | None:
     code = error.get("code") if isinstance(error, dict) else None
     status = code if isinstance(code, int) and 400 <= code < 600 else 500
     return Answer(status, msgspec.json.encode({"error": error}), (("content-type", "application/json"),))
+
+
+def is_aborted(answer: dict[str, object] | None) -> bool:
+    """Whether the engine ended a request by itself, in a whole answer or an event, instead of computing it.
+
+    vLLM does that to all that it is working on when it is told to stop: status 200, as much text as there was, and this
+    reason. (A stream that had no output until then ends with ``[DONE]`` alone.)
+    """
+    choices = answer.get("choices") if answer else None
+    return isinstance(choices, list) and any(
+        isinstance(choice, dict) and choice.get("finish_reason") == "abort" for choice in choices
+    )
 
 
 def _only_names_a_role(choice: object) -> bool:

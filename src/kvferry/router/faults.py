@@ -41,6 +41,7 @@ class FaultReason(StrEnum):
     BUSY = "engine-busy"
     MALFORMED = "engine-answer-malformed"
     NOT_REGISTERED = "engine-not-registered"
+    ABORTED = "engine-aborted"
 
 
 class UpstreamError(FerryError):
@@ -66,6 +67,11 @@ class RefusedError(Exception):
     def __init__(self, answer: Answer) -> None:
         super().__init__(f"status {answer.status}")
         self.answer = answer
+
+
+def aborted() -> UpstreamError:
+    """The engine has ended a request that nobody took back: it is being stopped."""
+    return UpstreamError(FaultReason.ABORTED, "the engine ended the request", reached=True)
 
 
 def error_body(message: str, *, status: int, kind: str, param: str | None = None) -> bytes:

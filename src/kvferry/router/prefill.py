@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from kvferry.ids import EngineId, TransferId
+from kvferry.router import events
 from kvferry.router.config import Prefill
 from kvferry.router.directory import Directory, Registered
 from kvferry.router.engines import Engines
-from kvferry.router.faults import Answer, Headers, UpstreamError
+from kvferry.router.faults import Answer, Headers, UpstreamError, aborted
 from kvferry.router.headers import for_rank
 from kvferry.router.metrics import Metrics, counted
 from kvferry.router.pieces import Handoff, Piece, prefill_body
@@ -111,7 +112,7 @@ class Prefiller:
         handoff = Handoff(transfer, prefill, registered.engine_id, registered.releasable)
         try:
             with self._metrics.prefill_seconds.time():
-                answer = await self._ask(handoff, registered, piece, call)
+                return _completed(handoff, await self._ask(handoff, registered, piece, call))
         except UpstreamError as fault:
             if fault.reached:
                 self._releaser.release(handoff, reason="prefill-failed")
@@ -119,7 +120,6 @@ class Prefiller:
         except asyncio.CancelledError:
             self._releaser.release(handoff, reason="client-left")
             raise
-        return _completed(handoff, answer)
 
     async def _ask(self, handoff: Handoff, registered: Registered, piece: Piece, call: Call) -> Answer:
         return await self._engines.prefill(
@@ -135,7 +135,11 @@ def _completed(handoff: Handoff, answer: Answer) -> Handoff:
         body = msgspec.json.decode(answer.body)
     except msgspec.DecodeError:
         return handoff
-    params = body.get("kv_transfer_params") if isinstance(body, dict) else None
+    if not isinstance(body, dict):
+        return handoff
+    if events.is_aborted(body):
+        raise aborted()
+    params = body.get("kv_transfer_params")
     if not isinstance(params, Mapping):
         return handoff
     engine_id = params.get("remote_engine_id")

@@ -170,18 +170,12 @@ class _Run:
                     _forget_prefixes(engine)
                 answer = pair.generate(prompt.tokens, max_tokens=prompt.max_tokens, name=f"{prompt.name}-{way}")
                 problems += self._judged(reference, answer)
-                if way == "ours" or self._tells_digests:
-                    lines.append(_told(self.report, answer.transfer_id, self.cell.peer, both=way == "ours"))
+                lines.append(_told(self.report, answer.transfer_id, self.cell.peer, both=way == "ours"))
             nbytes += sum(line.bytes or 0 for line in lines[0].producer)
             problems += [f"{prompt.name}: {p}" for p in lines[0].problems()]
             problems += [f"{prompt.name}: {p}" for p in _unlike(*lines, peer=self.cell.peer)]
         count = len(self.baseline.references)
         return CellResult(count, count, nbytes, tuple(problems))
-
-    @property
-    def _tells_digests(self) -> bool:
-        """Whether the kvferry end reports digests: as a consumer of upstream's, over equal sizes only."""
-        return self.cell.peer is not Peer.PREFILL or len(set(self.cell.tp.sizes)) == 1
 
     def _judged(self, reference: Reference, answer: Served) -> Iterator[str]:
         verdict = judge(reference, answer.decode, single=self.baseline.single, exact=self.baseline.model.exact)

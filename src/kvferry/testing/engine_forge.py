@@ -16,7 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final, NoReturn
 
@@ -46,6 +46,8 @@ class Order(msgspec.Struct, frozen=True):
     """What the driver asks for: one process with this environment on top of the forge's own."""
 
     environment: dict[str, str]
+    command: tuple[str, ...] = ()
+    """A command of vLLM's, without the word ``vllm``; nothing asks for an engine that is driven over its streams."""
 
 
 class ForgedProcess:
@@ -94,12 +96,12 @@ class EngineForge:
         self._socket = ours
         self._log = log
 
-    def fork(self, environment: Mapping[str, str], log: IO[bytes]) -> ForgedProcess:
-        """A fresh engine process that reads its specification from the ``stdin`` returned."""
+    def fork(self, environment: Mapping[str, str], log: IO[bytes], *, command: Sequence[str] = ()) -> ForgedProcess:
+        """A fresh engine process that reads its specification from the ``stdin`` returned; or ``vllm COMMAND``."""
         stdin_read, stdin_write = os.pipe()
         stdout_read, stdout_write = os.pipe()
         try:
-            message = msgspec.json.encode(Order(dict(environment)))
+            message = msgspec.json.encode(Order(dict(environment), tuple(command)))
             socket.send_fds(self._socket, [message], [stdin_read, stdout_write, log.fileno()])
         finally:
             os.close(stdin_read)
@@ -158,9 +160,14 @@ def _become_engine(order: Order, streams: list[int]) -> NoReturn:
         for target, stream in enumerate(streams):
             os.dup2(stream, target)
             os.close(stream)
-        from kvferry.testing.engine_process import main as engine_main
+        if order.command:
+            from kvferry.testing.vllm_command import run_command
 
-        engine_main()
+            run_command(order.command)
+        else:
+            from kvferry.testing.engine_process import main as engine_main
+
+            engine_main()
     except BaseException:
         import traceback
 

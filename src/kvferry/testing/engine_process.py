@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, BinaryIO, assert_never
+from typing import TYPE_CHECKING, Any, BinaryIO, assert_never
 
 import msgspec
 
@@ -41,6 +41,9 @@ from kvferry.testing.engine_wire import (
     TensorFacts,
 )
 
+if TYPE_CHECKING:
+    from kvferry.testing.guesses import GuessRecord
+
 _IDLE_WAIT_S = 0.002
 """How long the loop sleeps for a command when the scheduler has nothing to do."""
 
@@ -54,6 +57,7 @@ class EngineLoop:
     def __init__(self, spec: EngineSpec, calls: "queue.SimpleQueue[Call | None]", out: BinaryIO) -> None:
         self._calls = calls
         self._out = out
+        self._guesses = _note_guesses(spec)
         self._engine = build_engine(spec)
         self._open: dict[str, tuple[int, Generate | Score, float]] = {}
         self._internal_ids: dict[str, str] = {}
@@ -146,12 +150,13 @@ class EngineLoop:
         entry = self._open.pop(output.request_id, None)
         if entry is None:
             return
-        self._internal_ids.pop(output.request_id)
+        internal = self._internal_ids.pop(output.request_id)
+        guesses = self._guesses.take(internal) if self._guesses is not None else []
         number, command, began = entry
         if isinstance(command, Score):
             self._reply(number, Scores(prompt_logprobs_of(output, len(command.prompt))))
         else:
-            self._reply(number, generation_of(output, time.monotonic() - began))
+            self._reply(number, generation_of(output, time.monotonic() - began, guesses))
 
     def _reply(self, number: int, answer: Answer) -> None:
         self._out.write(msgspec.json.encode(Reply(number, answer)) + b"\n")
@@ -196,6 +201,17 @@ def build_engine(spec: EngineSpec) -> Any:
     if spec.kv_transfer is not None:
         arguments["kv_transfer_config"] = spec.kv_transfer
     return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+
+def _note_guesses(spec: EngineSpec) -> "GuessRecord | None":
+    """Of an engine that guesses ahead."""
+    if spec.engine_args.get("speculative_config") is None:
+        return None
+    from kvferry.testing.guesses import GuessRecord
+
+    record = GuessRecord()
+    record.install()
+    return record
 
 
 def _connector_threads() -> list[str]:
@@ -266,7 +282,7 @@ def scoring() -> Any:
     return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
 
 
-def generation_of(output: Any, seconds: float) -> Generation:
+def generation_of(output: Any, seconds: float, guesses: list[list[int]]) -> Generation:
     """Our record of a finished vLLM request."""
     completion = output.outputs[0]
     tokens = list(completion.token_ids)
@@ -278,6 +294,7 @@ def generation_of(output: Any, seconds: float) -> Generation:
         finish_reason=str(completion.finish_reason),
         cached_tokens=output.num_cached_tokens or 0,
         kv_transfer_params=output.kv_transfer_params,
+        guesses=guesses,
         seconds=seconds,
     )
 

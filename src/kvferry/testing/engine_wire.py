@@ -97,6 +97,8 @@ class Generation(Wire, frozen=True, tag="generation", kw_only=True):
     """Prompt tokens that were not computed here: found in the prefix cache, or received."""
     kv_transfer_params: dict[str, Any] | None = None
     """What the connector returned for the router."""
+    guesses: list[list[int]] = []
+    """What speculative decoding proposed, step by step; empty when the workers are other processes."""
     seconds: float = 0.0
 
 

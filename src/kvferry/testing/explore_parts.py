@@ -159,8 +159,8 @@ class ProducerPart(_Part):
 
     def form(self) -> object:
         me, machine = self.me, self.me.machine
-        ended = (machine._remembered.known, machine._turned_away.known)
-        inside = (machine._leases, machine._pulls, machine._writes, *ended)
+        ended = (machine._leases.over.known, machine._pulls.turned_away.known)
+        inside = (machine._leases.known, machine._writes.pulls, machine._writes.known, *ended)
         outside = (set(me.pulls), me.writes, me.proofs, me.ended, me.released, me.published, self._numbered)
         return self.rank, me.life, _due(machine, self.now), _frozen(inside, self.now), _frozen(outside, self.now)
 
@@ -229,7 +229,7 @@ class ConsumerPart(_Part):
 
     def form(self) -> object:
         me, machine = self.me, self.me.machine
-        inside = (machine._fetches, machine._producers, machine._quarantined)
+        inside = (machine._fetches.known, machine._pulls.producers, machine._fetches.quarantined)
         outside = (me.pulls, me.fences, me.generations, me.ended, me.released, me.fetched, self._numbered)
         return self.producers[0].life, _due(machine, self.now), _frozen(inside, self.now), _frozen(outside, self.now)
 

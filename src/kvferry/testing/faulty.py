@@ -319,6 +319,10 @@ class FaultyTransport:
         """As the engine inside."""
         self._engine.admit(address)
 
+    def retire(self) -> None:
+        """As the engine inside."""
+        self._engine.retire()
+
     def peer_is_gone(self, address: str) -> bool:
         """As the engine inside."""
         return self._engine.peer_is_gone(address)

@@ -4,9 +4,12 @@ Each stands for a family of cache layouts: grouped heads, a short convolution's 
 window beside full attention, one latent row per token, a gated delta net's state beside attention.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Weights by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,8 @@ class TinyModel:
     """The weight that scales what the output head sees."""
     custom_ops: tuple[str, ...] = ()
     """vLLM's ``compilation_config.custom_ops`` that this model needs on the CPU."""
+    more_weights: Callable[[Shapes], Shapes] | None = None
+    """Weights that transformers' module leaves out of the checkpoint, from those that it has."""
 
 
 _COMMON: Final[Mapping[str, Any]] = {

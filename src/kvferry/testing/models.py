@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvferry.testing.model_recipes import TinyModel
+from kvferry.testing.model_recipes import Shapes, TinyModel
 
 VOCABULARY: Final = 320
 """Rows of the embedding: special tokens, 256 bytes, and unused rows up to a multiple of 64."""
@@ -93,16 +93,17 @@ def full_config(model: TinyModel) -> dict[str, Any]:
 def _write_weights(model: TinyModel, config: Mapping[str, Any], target: Path, seed: int) -> None:
     # torch and transformers take seconds to import: only the process that builds a model pays for them.
     import torch
-    from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "torch_dtype")}
     with torch.device("meta"):
-        shapes = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields)).state_dict()
+        found = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields)).state_dict()
+    shapes = {name: tuple(values.shape) for name, values in found.items()}
+    if model.more_weights is not None:
+        shapes |= model.more_weights(shapes)
     generator = torch.Generator().manual_seed(seed)
-    dtype = getattr(torch, model.dtype)
     offset = 1.0 if config["model_type"].startswith(("gemma3", "qwen3_next")) else 0.0
-    weights = {name: _values(name, tuple(shapes[name].shape), generator, offset) for name in sorted(shapes)}
+    weights = {name: _values(name, shapes[name], generator, offset) for name in sorted(shapes)}
     if model.tied_head:
         weights.pop("lm_head.weight", None)
         _blank_unprintable(weights["model.embed_tokens.weight"])
@@ -111,8 +112,23 @@ def _write_weights(model: TinyModel, config: Mapping[str, Any], target: Path, se
     else:
         _blank_unprintable(weights["lm_head.weight"])
     weights["model.embed_tokens.weight"] *= model.embedding_scale
-    dtype = getattr(torch, model.dtype)
-    stored = {name: values.to(dtype).contiguous() for name, values in _one_by_one(weights)}
+    _store(weights, target, model.dtype)
+
+
+def write_weights(shapes: Shapes, target: Path, *, dtype: str, seed: int) -> None:
+    """Random weights of these shapes, for a part of a model that transformers has no module for."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    _store({name: _values(name, shapes[name], generator, 0.0) for name in sorted(shapes)}, target, dtype)
+
+
+def _store(weights: Mapping[str, Any], target: Path, dtype: str) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    wanted = getattr(torch, dtype)
+    stored = {name: values.to(wanted).contiguous() for name, values in _one_by_one(weights)}
     save_file(stored, str(target / "model.safetensors"), metadata={"format": "pt"})
 
 

@@ -46,6 +46,8 @@ class Mood:
     """Never answer; wait until the client leaves."""
     silent_after: int | None = None
     """Stop after that many words of a stream, keeping the connection."""
+    abort_after: int | None = None
+    """End every answer after that many words, as vLLM does with all that it is working on when it is stopped."""
     break_after: int | None = None
     """Cut the connection after that many words of a stream."""
     only_for: str | None = None
@@ -184,6 +186,9 @@ class _Answer:
         self._prompt = str(body["messages"][-1]["content"] if self.chat else body.get("prompt"))
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or mood.words
         self._words = [f"{self._prompt}/{body.get('seed')}.{i} " for i in range(min(limit, mood.words))]
+        self._end = "length"
+        if mood.abort_after is not None and mood.abort_after < len(self._words):
+            self._words, self._end = self._words[: mood.abort_after], "abort"
         prefix = "chatcmpl" if self.chat else "cmpl"
         self._id = f"{prefix}-{request.headers.get('x-request-id')}"
 
@@ -200,7 +205,7 @@ class _Answer:
     def whole(self) -> Body:
         text = "".join(self._words)
         content: Body = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-        choice = {"index": 0, **content, "finish_reason": "length"}
+        choice = {"index": 0, **content, "finish_reason": self._end}
         answer = {**self._frame([choice]), "usage": self._usage}
         return answer if self.mood.params is None else {**answer, "kv_transfer_params": self.mood.params}
 
@@ -209,7 +214,12 @@ class _Answer:
         if self.chat:
             pieces.append({"delta": {"role": "assistant", "content": ""}})
         pieces += [{"delta": {"content": word}} if self.chat else {"text": word} for word in self._words]
-        pieces[-1] = {**pieces[-1], "finish_reason": "length"}
+        if self._end == "length":
+            pieces[-1] = {**pieces[-1], "finish_reason": "length"}
+        elif self._words:  # vLLM says so only to those who have had some output
+            pieces.append(
+                {"delta": {}, "finish_reason": "abort"} if self.chat else {"text": "", "finish_reason": "abort"}
+            )
         frames = [self._frame([{"index": 0, "finish_reason": None, **piece}]) for piece in pieces]
         if (self._body.get("stream_options") or {}).get("include_usage"):
             frames.append({**self._frame([]), "usage": self._usage})

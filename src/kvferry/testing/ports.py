@@ -15,11 +15,21 @@ _source = random.SystemRandom()
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A port that nobody listens on, on an IPv4 address of this machine."""
+    return free_ports(1, host)
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> int:
+    """The first of ``count`` such ports in a row."""
     while True:
-        port = _source.randrange(LOWEST, HIGHEST)
-        with socket.socket() as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-            return port
+        first = _source.randrange(LOWEST, HIGHEST - count)
+        if all(_is_free(host, first + place) for place in range(count)):
+            return first
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True

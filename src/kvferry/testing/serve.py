@@ -20,13 +20,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import httpx
 import msgspec
 
+from kvferry.testing.engine_forge import EngineForge, ForgedProcess
 from kvferry.testing.engines import CPU_ENVIRONMENT
-from kvferry.testing.pair import FERRY
+from kvferry.testing.pair import FERRY, UPSTREAM
 from kvferry.testing.ports import free_port
 
 SERVED_NAME: Final = "tiny"
@@ -54,22 +55,21 @@ class Server:
     """A server's process group and its log."""
 
     def __init__(
-        self, name: str, command: Sequence[str], *, url: str, log: Path, environment: Mapping[str, str]
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        url: str,
+        log: Path,
+        environment: Mapping[str, str],
+        forge: EngineForge | None = None,
     ) -> None:
+        """With a ``forge``, which has imported vLLM, ``command`` (a ``vllm ...``) runs in a process forked from it."""
         self.name = name
         self.command = tuple(command)
         self.url = url
         self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
-                start_new_session=True,
-            )
+        self._process = _start(self.command, log, environment, forge)
 
     @property
     def pid(self) -> int:
@@ -94,7 +94,7 @@ class Server:
         deadline = time.monotonic() + timeout
         while not self.healthy:
             if not self.alive:
-                raise ServerError(f"{self.name} ended with status {self._process.returncode}:\n{self.tail()}")
+                raise ServerError(f"{self.name} ended with status {self._process.poll()}:\n{self.tail()}")
             if time.monotonic() > deadline:
                 raise ServerError(f"{self.name} is not healthy after {timeout:.0f} s:\n{self.tail()}")
             time.sleep(0.1)
@@ -124,6 +124,92 @@ class Server:
         self.kill()
 
 
+def _start(
+    command: Sequence[str], log: Path, environment: Mapping[str, str], forge: EngineForge | None
+) -> "subprocess.Popen[bytes] | ForgedProcess":
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        if forge is not None:
+            forged = forge.fork(environment, output, command=command[1:])
+            forged.stdin.close()
+            forged.stdout.close()
+            return forged
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+
+
+Role = Literal["prefill", "decode"]
+Connector = Literal["ferry", "upstream"]
+
+_CONNECTORS: Final[Mapping[Connector, Mapping[str, str]]] = {
+    "ferry": FERRY,
+    # vLLM's own connector asks torch for the number of its device, which raises where there is none.
+    "upstream": {**UPSTREAM, "kv_connector_module_path": "kvferry.testing.upstream_connector"},
+}
+_OPTIONS: Final[Mapping[Connector, Mapping[str, Any]]] = {
+    "ferry": {"transport": "mooncake", "mooncake_protocol": "tcp"},
+    "upstream": {"mooncake_protocol": "tcp"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSpec:
+    """One ``vllm serve`` of a deployment."""
+
+    name: str
+    """Of its log."""
+    role: Role
+    model: Path
+    logs: Path
+    connector: Connector = "ferry"
+    dtype: str = "float32"
+    arguments: tuple[str, ...] = ("--max-model-len", "1024", "--block-size", "32", "--max-num-seqs", "8")
+    """Of the command, beside those that make it one of a pair."""
+    options: Mapping[str, Any] | None = None
+    """``kv_connector_extra_config``; Mooncake over TCP by default."""
+    failure_policy: str = "fail"
+    """``kv_load_failure_policy``; vLLM's default is ``fail``."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """On top of :data:`SERVE_ENVIRONMENT`."""
+
+    def command(self, port: int) -> list[str]:
+        """The command line."""
+        transfer = {
+            **_CONNECTORS[self.connector],
+            "kv_role": "kv_producer" if self.role == "prefill" else "kv_consumer",
+            "kv_load_failure_policy": self.failure_policy,
+            "kv_connector_extra_config": dict(_OPTIONS[self.connector] if self.options is None else self.options),
+        }
+        return [
+            *(beside_python("vllm"), "serve", str(self.model), "--served-model-name", SERVED_NAME),
+            *("--host", "127.0.0.1", "--port", str(port), "--dtype", self.dtype, "--enforce-eager"),
+            *("--kv-transfer-config", msgspec.json.encode(transfer).decode()),
+            *self.arguments,
+        ]
+
+    def start(self, port: int, bootstrap: int, *, forge: EngineForge | None = None) -> "Server":
+        """Start it, without waiting, on these ports: of its API and of its bootstrap service."""
+        environment = {**SERVE_ENVIRONMENT, **self.environment, "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap)}
+        url, log = f"http://127.0.0.1:{port}", self.logs / f"{self.name}.log"
+        return Server(self.name, self.command(port), url=url, log=log, environment=environment, forge=forge)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What one engine of a pair has of its own."""
+
+    arguments: tuple[str, ...] = ()
+    """After those of both."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """On top of those of both."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServePair:
     """What to start: one model served twice, and how the two are joined."""
@@ -133,27 +219,38 @@ class ServePair:
     dtype: str = "float32"
     arguments: tuple[str, ...] = ("--max-model-len", "1024", "--block-size", "32", "--max-num-seqs", "8")
     """Of both commands, beside those that make a pair of them."""
-    options: Mapping[str, Any] = field(default_factory=lambda: {"transport": "mooncake", "mooncake_protocol": "tcp"})
+    options: Mapping[str, Any] = field(default_factory=lambda: dict(_OPTIONS["ferry"]))
     """``kv_connector_extra_config`` of both."""
     failure_policy: str = "fail"
     """``kv_load_failure_policy`` of the decode engine; vLLM's default is ``fail``."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Of both commands, on top of :data:`SERVE_ENVIRONMENT`."""
+    prefill: Side = field(default_factory=Side)
+    decode: Side = field(default_factory=Side)
 
-    def command(self, role: str, port: int) -> list[str]:
-        """The ``vllm serve`` of one side."""
-        transfer = {
-            **FERRY,
-            "kv_role": role,
-            "kv_load_failure_policy": self.failure_policy,
-            "kv_connector_extra_config": dict(self.options),
-        }
-        return [
-            *(beside_python("vllm"), "serve", str(self.model), "--served-model-name", SERVED_NAME),
-            *("--host", "127.0.0.1", "--port", str(port), "--dtype", self.dtype, "--enforce-eager"),
-            *("--kv-transfer-config", msgspec.json.encode(transfer).decode()),
-            *self.arguments,
-        ]
+    def spec(self, role: Role) -> ServeSpec:
+        """One side."""
+        side = self.prefill if role == "prefill" else self.decode
+        return ServeSpec(
+            role,
+            role,
+            self.model,
+            self.logs,
+            dtype=self.dtype,
+            arguments=(*self.arguments, *side.arguments),
+            options={**self.options, **side.options},
+            failure_policy=self.failure_policy,
+            environment=self.environment,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running engine."""
+
+    server: Server
+    bootstrap_port: int
+    """Of its bootstrap service, on this host, where it is a prefill engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,36 +262,59 @@ class ServedPair:
     bootstrap_port: int
     """Of the prefill engine's bootstrap service, on this host."""
 
+    @classmethod
+    def of(cls, prefill: Served, decode: Served) -> "ServedPair":
+        """Two of :func:`serve_engines`."""
+        return cls(prefill.server, decode.server, prefill.bootstrap_port)
+
+
+@contextmanager
+def serve_engines(
+    specs: Sequence[ServeSpec], *, timeout: float = START_TIMEOUT_S, forge: EngineForge | None = None
+) -> Iterator[tuple[Served, ...]]:
+    """Start all, wait until all are healthy, and stop all at the end, whatever happened between."""
+    with ExitStack() as stack:
+        served = []
+        for spec in specs:
+            bootstrap = free_port()
+            server = spec.start(free_port(), bootstrap, forge=forge)
+            stack.callback(server.stop)
+            served.append(Served(server, bootstrap))
+        for one in served:  # run first at the end: all shut down side by side
+            stack.callback(one.server.begin_stop)
+        for one in served:
+            one.server.wait_healthy(timeout)
+        yield tuple(served)
+
 
 @contextmanager
 def serve_pair(pair: ServePair, *, timeout: float = START_TIMEOUT_S) -> Iterator[ServedPair]:
-    """Start both, wait until both are healthy, and stop both at the end, whatever happened between."""
-    bootstrap = free_port()
-    environment = {**SERVE_ENVIRONMENT, **pair.environment, "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap)}
-    with ExitStack() as stack:
-
-        def start(name: str, role: str) -> Server:
-            port = free_port()
-            url, log = f"http://127.0.0.1:{port}", pair.logs / f"{name}.log"
-            server = Server(name, pair.command(role, port), url=url, log=log, environment=environment)
-            stack.callback(server.stop)
-            return server
-
-        prefill, decode = start("prefill", "kv_producer"), start("decode", "kv_consumer")
-        for server in (prefill, decode):  # run first at the end: the two shut down side by side
-            stack.callback(server.begin_stop)
-        for server in (prefill, decode):
-            server.wait_healthy(timeout)
-        yield ServedPair(prefill, decode, bootstrap)
+    """Both engines of a pair."""
+    with serve_engines([pair.spec("prefill"), pair.spec("decode")], timeout=timeout) as (prefill, decode):
+        yield ServedPair.of(prefill, decode)
 
 
 @contextmanager
 def serve_router(pair: ServedPair, *, log: Path, arguments: Sequence[str] = ()) -> Iterator[str]:
     """``kvferry serve-router`` in front of a pair; yields its URL."""
+    prefills = [(pair.prefill.url, pair.bootstrap_port)]
+    with serve_router_over(prefills, [pair.decode.url], log=log, arguments=arguments) as url:
+        yield url
+
+
+@contextmanager
+def serve_router_over(
+    prefills: Sequence[tuple[str, int]], decodes: Sequence[str], *, log: Path, arguments: Sequence[str] = ()
+) -> Iterator[str]:
+    """``kvferry serve-router`` in front of any engines, of which it must find some alive; yields its URL.
+
+    ``prefills``: their URLs, each with the port of its bootstrap service.
+    """
     port = free_port()
     command = [
         *(beside_python("kvferry"), "serve-router", "--port", str(port)),
-        *("--prefill", f"{pair.prefill.url},{pair.bootstrap_port}", "--decode", pair.decode.url),
+        *(word for url, bootstrap in prefills for word in ("--prefill", f"{url},{bootstrap}")),
+        *(word for url in decodes for word in ("--decode", url)),
         *arguments,
     ]
     with _router(command, port, log) as url:

@@ -92,7 +92,8 @@ class Submission(Protocol):
 class Transport(Protocol):
     """One engine, or one way to reach other processes. All methods may be called from any thread.
 
-    Used after ``close()``, or in a child made by fork, every method but ``close`` raises ``TransportError`` (CLOSED).
+    Used after ``close()``, or in a child made by fork, every method but ``close`` and ``retire`` raises
+    ``TransportError`` (CLOSED).
     """
 
     @property
@@ -120,6 +121,13 @@ class Transport(Protocol):
 
     def peer_is_gone(self, address: str) -> bool:
         """Proven that this peer can write no more; ``False`` where that cannot be known."""
+
+    def retire(self) -> None:
+        """Called before ``close()``, and before it is called again, where a peer that writes here is in doubt.
+
+        Such a peer knows this address for ever: from now on no transport of this process takes one at which its late
+        bytes could arrive.
+        """
 
     def open_peer(self, address: str, regions: Sequence[Region]) -> Peer:
         """Name a peer that has registered ``regions``. May check that it can be reached; moves nothing."""

@@ -108,6 +108,9 @@ class CmaTransport:
                 TransportReason.PERMISSION, f"PR_SET_PTRACER for writer {writer.pid} failed: {os.strerror(code)}"
             )
 
+    def retire(self) -> None:
+        """An address is one of this process, whose memory it is: there is no other to take."""
+
     def peer_is_gone(self, address: str) -> bool:
         """Whether that process has ended, which is the proof that it writes no more."""
         self._check_open()

@@ -208,6 +208,9 @@ class MemoryTransport:
         """Nothing to permit inside one process."""
         self._check_open()
 
+    def retire(self) -> None:
+        """No address of a hub is given twice."""
+
     def peer_is_gone(self, address: str) -> bool:
         """Whether it was killed or closed."""
         self._check_open()

@@ -14,6 +14,9 @@ The engine's own habits decide how it is driven (each was measured on version 0.
 * It crashes the process when used uninitialised, after destruction, with a handle that it did not give, or in a fork.
   Every call here passes one door that checks, and after a fork the child never destroys what it has inherited.
 * It listens on every interface and lets anyone who connects write registered memory: that is for the network to stop.
+* It takes two free ports of its range at random: its address, and one that bytes are sent to. A writer remembers the
+  second, and connects to it again: what it sends then is taken by whatever engine has that port. So where a writer is
+  in doubt, no later engine of this process takes either (``retire()``).
 """
 
 import atexit
@@ -44,6 +47,7 @@ from kvferry.transport.engine_settings import (
     outstanding_limit,
     settings_for,
 )
+from kvferry.transport.listening import listening_ports, taken
 from kvferry.transport.progress import Progress
 from kvferry.transport.ranges import RegionTable, check_descriptors, describe, split_rows
 from kvferry.transport.window import Lane, Pace, RowState
@@ -62,6 +66,10 @@ _EXIT_TIMEOUT_S = 5.0
 
 _ENVIRONMENT = threading.Lock()
 """Held while the environment is changed for an engine that is being built: it is one for the whole process."""
+_BUILDING = threading.Lock()
+"""Held while an engine takes its ports, so that none is taken for another engine's."""
+_RETIRED: set[int] = set()
+"""Ports that writers in doubt know; never let go, for such a writer may be stopped, and go on at any time."""
 _LIVE: "weakref.WeakSet[MooncakeTransport]" = weakref.WeakSet()
 
 
@@ -150,6 +158,11 @@ class MooncakeTransport:
         self._check_open()
         return False
 
+    def retire(self) -> None:
+        """Keep the ports of this engine from all later ones."""
+        with _BUILDING:
+            _RETIRED.update(self._engine.ports)
+
     def open_peer(self, address: str, regions: Sequence[Region]) -> Peer:
         """Name a peer's engine; the connection is made by the first write."""
         self._check_open()
@@ -210,6 +223,8 @@ class _Engine:
     def __init__(self, native: Any, build: Build) -> None:
         self.pid = os.getpid()
         self.build = build
+        self.ports: frozenset[int] = frozenset()
+        """Where peers reach it."""
         self._native = native
         self._watch = weakref.ref(native)
         self._answered: set[str] = set()
@@ -302,7 +317,31 @@ def _build_of(module: Any) -> Build:
 
 
 def _build_engine(host: str, protocol: str, device: str) -> _Engine:
+    """An engine on ports that no writer in doubt knows: it finds those taken."""
     module = _load_module(host)
+    with _BUILDING, taken(_RETIRED):
+        before = listening_ports()
+        try:
+            engine = _start_engine(module, host, protocol, device)
+        except TransportError as error:
+            if _RETIRED:
+                raise TransportError(error.reason, f"{error.message}; {_kept_away()}") from error
+            raise
+        engine.ports = (listening_ports() - before) | {engine.native().get_rpc_port()}
+    if engine.ports & _RETIRED:
+        engine.destroy()
+        raise TransportError(TransportReason.ENGINE_FAULT, f"the engine took a port that was taken; {_kept_away()}")
+    return engine
+
+
+def _kept_away() -> str:
+    return (
+        f"{len(_RETIRED)} ports are not used again in this process, since writers that were given up know them and may "
+        "still live: a wider range for MC_MIN_RPC_PORT and MC_MAX_RPC_PORT, or a restart of this process, makes room"
+    )
+
+
+def _start_engine(module: Any, host: str, protocol: str, device: str) -> _Engine:
     build = _build_of(module)
     with _environment(lambda environ: settings_for(protocol, build, environ)):
         engine = _Engine(module.TransferEngine(), build)

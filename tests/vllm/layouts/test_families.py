@@ -13,8 +13,11 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvferry.cli.layout import prepare_environment
-from kvferry.layout import Component, Layout, parse_layout
-from kvferry.testing.model_recipes import QWEN3
+from kvferry.errors import PlanError, PlanReason
+from kvferry.layout import Component, Layout, bind_layout, parse_layout
+from kvferry.plan import compile_plan
+from kvferry.testing.draft_models import DEEPSEEK_V3_MTP, EAGLE, EAGLE3, QWEN3_NEXT_MTP, build_head
+from kvferry.testing.model_recipes import LFM2, QWEN3, Shapes, TinyModel
 from kvferry.testing.models import VOCABULARY, full_config
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -86,7 +89,7 @@ def dump(tmp_path: Path) -> Dump:
 
 
 def model_folder(folder: Path, config: dict[str, Any]) -> Path:
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**COMMON, **config}))
     return folder
 
@@ -148,3 +151,38 @@ def test_draft_layers(dump: Dump, tmp_path: Path) -> None:
     assert sorted(heads.values()) == [(2, 2), (4, 4), (4, 4), (4, 4), (4, 4)]
     (draft_layer,) = [layer for layer, count in heads.items() if count == (2, 2)]
     assert "draft" in draft_layer
+    assert {c.layer for c in layout.components if c.optional} == {draft_layer}, "a producer may lack it"
+
+
+@pytest.mark.parametrize("head", [EAGLE, EAGLE3], ids=["eagle", "eagle3"])
+def test_an_eagle_heads_layer_is_numbered_on_from_the_models(dump: Dump, tmp_path: Path, head: Shapes) -> None:
+    method = "eagle3" if head is EAGLE3 else "eagle"
+    speculative = {"method": method, "model": str(build_head(head, tmp_path)), "num_speculative_tokens": 2}
+    layout = dump(full_config(QWEN3), dtype="float32", speculative_config=speculative)
+    heads = {c.layer: axes(c)["head"] for c in layout.components if c.optional}
+    assert heads == {"model.layers.4.self_attn.attn": (2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("model", "layer"),
+    [(DEEPSEEK_V3_MTP, "model.layers.3.self_attn.attn"), (QWEN3_NEXT_MTP, "mtp.layers.0.self_attn.attn")],
+    ids=["mla", "gdn"],
+)
+def test_a_predicting_layer_of_the_model_itself(dump: Dump, model: TinyModel, layer: str) -> None:
+    block = 16 if model is DEEPSEEK_V3_MTP else 640
+    speculative = {"method": "mtp", "num_speculative_tokens": 1}
+    layout = dump(full_config(model), dtype=model.dtype, block_size=block, speculative_config=speculative)
+    assert {c.layer for c in layout.components if c.optional} == {layer}
+
+
+def test_a_state_with_room_for_guesses_is_not_one_without(dump: Dump) -> None:
+    """An engine that guesses keeps more taps of a convolution; which of them are live, a peer cannot know."""
+    guessing = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    plain = dump(full_config(LFM2), dtype="float32")
+    ahead = dump(full_config(LFM2), dtype="float32", speculative_config=guessing)
+    taps = [{axes(c)["tap"] for c in layout.components if c.component == "conv"} for layout in (plain, ahead)]
+    assert taps == [{(2, 2)}, {(5, 5)}]
+    for sides in ((plain, ahead), (ahead, plain)):
+        with pytest.raises(PlanError) as refused:
+            compile_plan(*([bind_layout(side).placement] for side in sides))
+        assert refused.value.reason is PlanReason.INCOMPATIBLE_CONTENT
