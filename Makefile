@@ -84,8 +84,9 @@ faults: setup  ## inject every fault into real processes: docs/faults.md
 	@$(PY) scripts/faults.py --jobs $(or $(JOBS),3)
 
 SECONDS_OF_SOAK ?= 600
+SOAK_OVER ?= cma
 soak: setup  ## ten minutes of mixed load with faults, then an audit (SECONDS_OF_SOAK=60 for one)
-	@$(PY) -m kvferry.testing.soak --seconds $(SECONDS_OF_SOAK)
+	@$(PY) -m kvferry.testing.soak --seconds $(SECONDS_OF_SOAK) --transport $(SOAK_OVER) --page docs/soak.md
 
 gpu-check: setup  ## what only a GPU can show; on a machine without one it says what it skipped
 	@$(PY) scripts/gpu_check.py

@@ -80,6 +80,7 @@ newest 1,024 transfers with the newest 64 events of each, as words: no block lis
   after their writer's end (`make model-check`; states, steps and what holds in each are in
   [model-check.md](model-check.md)).
 * Faults are injected into real processes (`make faults`); what each side said is in [faults.md](faults.md).
+* Ten minutes of mixed load with faults, and an audit at the end (`make soak`): [soak.md](soak.md).
 """
 
 SECTIONS: tuple[tuple[str, str, type[StrEnum]], ...] = (

@@ -5,10 +5,12 @@ one is aborted, withdrawn, never published, served by an engine that fails, lies
 producer; and producers are killed and started again. Every byte of every request that is reported as done is checked,
 and blocks are overwritten when they go back, so that a late read or write shows.
 
-``python -m kvferry.testing.soak --seconds 600 [--transport cma] [--seed N]``
+``python -m kvferry.testing.soak --seconds 600 [--transport cma] [--seed N] [--page docs/soak.md]``
 """
 
 import argparse
+import os
+import platform
 import random
 import sys
 import tempfile
@@ -16,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 from kvferry.testing.ferry_bench import Event, Ferry
@@ -219,11 +222,62 @@ class Soak:
                 self.found.problems.append(f"{side} has grown: {growth}")
 
 
+def page_of(found: Soaked, transport: str, *, seed: int) -> str:
+    """The page of a soak at whose end all was well."""
+    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+             if line.startswith("model name")]  # fmt: skip
+    return PAGE.format(
+        open=OPEN,
+        threads=MORE_THREADS,
+        files=MORE_FILES,
+        mebibytes=MORE_BYTES >> 20,
+        transport=transport,
+        seed=seed,
+        seconds=f"{found.seconds:.0f}",
+        requests=found.fates.total(),
+        fates="\n".join(f"| {fate} | {count} |" for fate, count in found.fates.most_common()),
+        injected="\n".join(f"| {name} | {count} |" for name, count in found.injected.most_common()),
+        growth="; ".join(
+            f"{side} {grown['threads']:+d}, {grown['fds']:+d}, {grown['rss'] / (1 << 20):+.1f} MiB"
+            for side, grown in found.growth.items()
+        ),
+        machine=f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores of {names[0] if names else platform.machine()}",
+    )
+
+
+PAGE = """# The soak
+
+Minutes of mixed load with faults between two producers and one consumer, real processes without vLLM, and then an
+audit. This page is written by `make soak` (`kvferry.testing.soak`) when the audit has found nothing.
+
+Up to {open} requests of random length are under way all the time. Now and then one is aborted, withdrawn, or never
+published; a producer's engine fails, fails and writes later, hangs, is slow, or writes twice; a producer is stopped and
+continued, or killed and started again. Blocks are overwritten when they go back, so that a late read or write shows.
+
+**Over {transport}, {seconds} s (seed {seed}), {requests} requests: every byte of every finished one was right, every
+block came home, and nothing leaked.**
+
+| how requests ended | number |
+|---|--:|
+{fates}
+
+| what was done to them | times |
+|---|--:|
+{injected}
+
+At the end a process may have {threads} threads, {files} file descriptors and {mebibytes} MiB more than at the
+beginning. Found: {growth}.
+
+{machine}.
+"""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Mixed load with faults, then an audit.")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--transport", choices=("cma", "mooncake"), default="cma")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--page", type=Path, help="where to write what came of it, for people")
     chosen = parser.parse_args()
     soak = Soak(chosen.transport, chosen.seed)
     try:
@@ -235,6 +289,8 @@ def main() -> int:
     finally:
         soak.close()
     sys.stdout.write(f"{found}\n")
+    if chosen.page is not None and not found.problems:
+        chosen.page.write_text(page_of(found, chosen.transport, seed=chosen.seed))
     return 1 if found.problems else 0
 
 
