@@ -8,14 +8,26 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvferry.control import CurveKeys, Guard, Links, ListedDoor, Listener, Networks, Secret, SecureDoor, SocketOptions
+from kvferry.control import (
+    CurveKeys,
+    Guard,
+    Keyring,
+    Links,
+    ListedDoor,
+    Listener,
+    Networks,
+    Secret,
+    SecureDoor,
+    SocketOptions,
+)
 from kvferry.control.doors import Gatekeeper
 from kvferry.errors import ProtocolReason, RemoteProtocolError
 
 from .test_exchange import HOST, Consumer, Producer, reply, run, until
 
-KEYS = CurveKeys.of(Secret.of(b"5b3f0d6a9c1e47b28d5502f0a7e6c4d1", source="test"))
-OTHER = CurveKeys.of(Secret.of(b"1d4c6e7a0f2055d82b74e1c9a6d0f3b5", source="test"))
+TEXT = b"5b3f0d6a9c1e47b28d5502f0a7e6c4d1"
+OTHER = b"1d4c6e7a0f2055d82b74e1c9a6d0f3b5"
+KEYS = CurveKeys.of(Secret.of(TEXT, source="test"))
 
 STRANGER = """
 import sys, zmq
@@ -57,7 +69,7 @@ def listener(producer: Producer, guard: Guard | None) -> Listener:
     return made
 
 
-def links(consumer: Consumer, keys: CurveKeys | None) -> Links[str]:
+def links(consumer: Consumer, keys: Keyring | None) -> Links[str]:
     return Links(
         on_reply=lambda key, data: consumer.replies.append((key, data)),
         on_lost=consumer.lost.append,
@@ -66,10 +78,14 @@ def links(consumer: Consumer, keys: CurveKeys | None) -> Links[str]:
     )
 
 
+def ring(text: bytes) -> Keyring:
+    return Keyring(Secret.of(text, source="test"))
+
+
 def test_holders_of_the_secret_speak_through_the_secure_door() -> None:
     async def main() -> None:
         producer, consumer = Producer(), Consumer()
-        door, side = listener(producer, SecureDoor(KEYS)), links(consumer, KEYS)
+        door, side = listener(producer, SecureDoor(KEYS)), links(consumer, ring(TEXT))
         address = await door.start(HOST)
         side.pull("a", address, b"x" * 100_000, number=1)
         await until(lambda: consumer.replies)
@@ -82,11 +98,11 @@ def test_holders_of_the_secret_speak_through_the_secure_door() -> None:
     run(main)
 
 
-@pytest.mark.parametrize("keys", [None, OTHER], ids=["no secret", "another secret"])
-def test_links_without_its_secret_are_lost_and_nothing_is_heard(keys: CurveKeys | None) -> None:
+@pytest.mark.parametrize("secret", [None, OTHER], ids=["no secret", "another secret"])
+def test_links_without_its_secret_are_lost_and_nothing_is_heard(secret: bytes | None) -> None:
     async def main() -> None:
         producer, consumer = Producer(), Consumer()
-        door, side = listener(producer, SecureDoor(KEYS)), links(consumer, keys)
+        door, side = listener(producer, SecureDoor(KEYS)), links(consumer, ring(secret) if secret else None)
         address = await door.start(HOST)
         side.pull("a", address, b"pull", number=1)
         await until(lambda: consumer.lost)
@@ -100,12 +116,53 @@ def test_links_without_its_secret_are_lost_and_nothing_is_heard(keys: CurveKeys 
     run(main)
 
 
+def test_a_door_is_knocked_at_with_the_keys_that_it_takes() -> None:
+    """While a secret is changed some doors take the old keys, others the new ones; one may change at its address."""
+
+    async def main() -> None:
+        producer, consumer = Producer(), Consumer()
+        keys = ring(OTHER + b"\n" + TEXT)
+        old, new, side = (
+            listener(producer, SecureDoor(KEYS)),
+            listener(producer, SecureDoor(keys.used)),
+            links(consumer, keys),
+        )
+        at = await old.start(HOST)
+        assert keys.learn([at], KEYS.name)
+        assert await side.ask(at, b"q", timeout=5) == reply(1)
+        side.pull("a", at, b"pull", number=1)
+        await until(lambda: consumer.replies)
+        await old.close()
+        await until(lambda: consumer.lost)
+        await new.start(HOST, int(at.rpartition(":")[2]))
+        assert keys.learn([at], keys.used.name)
+        side.pull("b", at, b"pull", number=1)
+        await until(lambda: len(consumer.replies) == 2)
+        assert (old.refused, new.refused) == (0, 0)
+        await side.close()
+        await new.close()
+
+    run(main)
+
+
+def test_keys_of_which_nothing_is_known_are_those_in_use_and_doors_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvferry.control.doors.MAX_ADDRESSES", 2)
+    keys = ring(OTHER + b"\n" + TEXT)
+    assert keys.of("a").name == keys.used.name == CurveKeys.of(Secret.of(OTHER, source="test")).name
+    assert not keys.learn(["a"], "0" * 16)
+    assert keys.learn(["a", "b"], KEYS.name)
+    assert keys.learn(["a", "c"], KEYS.name)
+    assert [keys.of(one).name == KEYS.name for one in "abc"] == [True, False, True]
+
+
 def test_a_link_with_keys_never_falls_back_to_plain() -> None:
     """A producer without a door, or somebody in its place, hears nothing of a consumer that has a secret."""
 
     async def main() -> None:
         producer, consumer = Producer(), Consumer()
-        door, side = listener(producer, None), links(consumer, KEYS)
+        door, side = listener(producer, None), links(consumer, ring(TEXT))
         address = await door.start(HOST)
         side.pull("a", address, b"pull", number=1)
         side.note(address, b"note")
@@ -126,7 +183,7 @@ def test_a_stranger_in_another_process_is_not_heard(mode: str) -> None:
 
     async def main() -> None:
         producer, consumer = Producer(), Consumer()
-        door, side = listener(producer, SecureDoor(KEYS)), links(consumer, KEYS)
+        door, side = listener(producer, SecureDoor(KEYS)), links(consumer, ring(TEXT))
         address = await door.start(HOST)
         said = await asyncio.to_thread(stranger, address, mode, KEYS.server.public.decode())
         assert said == b"over\n"
@@ -181,7 +238,7 @@ def test_the_listed_door_goes_by_the_address_of_the_connection(networks: list[st
 def test_junk_bytes_do_not_stop_the_secure_door() -> None:
     async def main() -> None:
         producer, consumer = Producer(), Consumer()
-        door, side = listener(producer, SecureDoor(KEYS)), links(consumer, KEYS)
+        door, side = listener(producer, SecureDoor(KEYS)), links(consumer, ring(TEXT))
         address = await door.start(HOST)
         port = int(address.rpartition(":")[2])
         greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(15) + b"\x00" + bytes(31)
@@ -216,7 +273,7 @@ def test_a_silent_gatekeeper_lets_nobody_in() -> None:
         socket = context.socket(zmq.ROUTER)
         SecureDoor(KEYS).arm(socket)
         port = socket.bind_to_random_port(f"tcp://{HOST}")
-        side = links(consumer, KEYS)
+        side = links(consumer, ring(TEXT))
         side.pull("a", f"tcp://{HOST}:{port}", b"pull", number=1)
         await until(lambda: consumer.lost)
         assert not producer.heard

@@ -81,6 +81,35 @@ def test_the_keys_are_hkdf_of_the_secret() -> None:
     assert Secret.of(TEXT, source="x").derive("curve server") == known
 
 
+def test_a_file_may_have_further_secrets_for_a_change(tmp_path: Path) -> None:
+    new = TEXT[::-1]
+    path = written(tmp_path / "s", b"\n" + TEXT + b"\r\n\n " + new + b"\n")
+    both = Secret.read(path)
+    assert both.known == (both, Secret.of(new, source="x"))
+    assert both.derive("a") == Secret.of(TEXT, source="x").derive("a")
+    assert both != Secret.of(TEXT, source="x")
+    assert find_secret(None, {"KVFERRY_SECRET": (TEXT + b"\n" + new).decode()}) == both
+    shown = f"{both!r} {both.known!r} {both}"
+    assert TEXT.decode() not in shown
+    assert new.decode() not in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (TEXT + b"\n" + b"short", "line 2 of here has 5 bytes"),
+        (TEXT + b"\n" + TEXT + b"\n", "the same secret on two lines"),
+        (b"\n".join(TEXT + bytes([65 + n]) for n in range(5)), "has 5 lines"),
+    ],
+)
+def test_lines_that_are_no_secrets_are_refused(text: bytes, said: str) -> None:
+    assert said in refusal(lambda: Secret.of(text, source="here"))
+
+
+def test_a_file_that_is_too_long_is_not_cut(tmp_path: Path) -> None:
+    assert "longer than" in refusal(Secret.read, written(tmp_path / "s", TEXT + b"\n" * 20_000 + TEXT[::-1]))
+
+
 def test_nothing_shows_it(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     secret = Secret.of(TEXT, source="x")

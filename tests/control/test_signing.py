@@ -44,6 +44,20 @@ class Exchange:
         return None
 
 
+def test_while_a_secret_is_changed_orders_signed_with_the_other_one_are_taken_once_too() -> None:
+    old, new = b"5b3f0d6a9c1e47b28d5502f0a7e6c4d1", b"1d4c6e7a0f2055d82b74e1c9a6d0f3b5"
+    both = Secret.of(new + b"\n" + old, source="test")
+    exchange = Exchange()
+    exchange.verifier = Verifier(both, clock=exchange.receiver)
+    for secret in (SECRET, OTHER, both):
+        header = exchange.signed(secret=secret)
+        assert exchange.refusal(header) is None
+        assert "replay" in str(exchange.refusal(header))
+    stranger = Secret.of(new.upper(), source="test")
+    assert "another secret" in str(exchange.refusal(exchange.signed(secret=stranger)))
+    assert Exchange().refusal(exchange.signed(secret=both)) is not None, "it is signed with the first"
+
+
 def test_a_signed_order_is_taken_once() -> None:
     exchange = Exchange()
     header = exchange.signed()

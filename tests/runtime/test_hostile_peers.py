@@ -168,8 +168,8 @@ def test_a_consumer_keeps_no_placement_that_it_did_not_ask_for(pair: Joined) -> 
 
     pair.wire.placements = answers  # type: ignore[method-assign]
     engine = pair.thread.run(pair.wire.find(SOURCE), timeout=5)
-    pair.thread.run(pair.consumer._plan_with(engine), timeout=5)
-    assert pair.consumer._plans.missing([_foreign()[0]])
+    pair.thread.run(pair.consumer._resolver.plan_with(engine), timeout=5)
+    assert pair.consumer._resolver._plans.missing([_foreign()[0]])
 
 
 def test_a_hello_answer_of_a_rank_that_is_not_there_is_refused() -> None:

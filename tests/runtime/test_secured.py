@@ -240,6 +240,29 @@ def test_orders_need_the_signature_and_are_taken_once(tmp_path: Path) -> None:
         assert codes == [202, 403, 403]
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ([SECRET], [SECRET, OTHER]),
+        ([SECRET, OTHER], [OTHER, SECRET]),
+        ([OTHER, SECRET], [SECRET, OTHER]),
+        ([OTHER], [OTHER, SECRET]),
+    ],
+    ids=["learnt here first", "used here first", "used there first", "forgotten there first"],
+)
+def test_while_the_secret_is_changed_step_by_step_neighbours_serve_each_other(
+    theirs: list[str], ours: list[str], tmp_path: Path
+) -> None:
+    end = ended_with({"secret": "\n".join(theirs)}, {"secret": "\n".join(ours)}, tmp_path / "log")
+    assert end.outcome.fate is Fate.DONE
+
+
+def test_a_step_that_was_left_out_is_refused_by_name(tmp_path: Path) -> None:
+    end = ended_with({"secret": f"{SECRET}\n{OTHER}"}, {"secret": OTHER}, tmp_path / "log")
+    assert (end.outcome.fate, end.outcome.reason) == (Fate.FAILED, ProtocolReason.UNAUTHORIZED)
+    assert "give both the same secret" in (end.outcome.detail or "")
+
+
 def test_a_target_that_is_not_allowed_is_refused_before_a_byte(tmp_path: Path) -> None:
     pytest.importorskip("mooncake.engine")
     theirs = {"targets": ["10.0.0.0/8"]}

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("mooncake")
 
 from kvferry.testing.mixed_load import Ends, Reference, forget_caches, plan_load, run_load, take_references
-from kvferry.testing.model_recipes import GEMMA3, LFM2
+from kvferry.testing.model_recipes import LFM2, QWEN3
 from kvferry.testing.models import build_model
 from kvferry.testing.serve import (
     SERVED_NAME,
@@ -93,7 +93,7 @@ def test_a_short_convolution_over_cma_between_unequal_blocks(model_folder: Path,
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """Engines of both connectors for a model with a sliding window, and what one of them answers alone."""
+    """Engines of both connectors for a dense model, and what one of them answers alone."""
 
     folder: Path
     engines: dict[tuple[Connector, Role], Served]
@@ -122,7 +122,7 @@ class Mixed:
 @pytest.fixture(scope="module")
 def mixed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixed]:
     folder = tmp_path_factory.mktemp("mixed")
-    model = build_model(GEMMA3, model_folder)
+    model = build_model(QWEN3, model_folder)
     whose: list[tuple[Connector, Role]] = [
         (connector, role) for connector in ("ferry", "upstream") for role in ("prefill", "decode")
     ]

@@ -7,6 +7,7 @@ of an operator.)
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,21 @@ from kvferry.testing.mixed_load import forget_caches
 from kvferry.testing.model_recipes import QWEN3
 from kvferry.testing.models import build_model
 from kvferry.testing.ports import free_ports
-from kvferry.testing.serve import SERVED_NAME, Served, ServeSpec, serve_engines, serve_router_over
+from kvferry.testing.serve import (
+    SERVED_NAME,
+    Served,
+    ServedPair,
+    ServeSpec,
+    serve_engines,
+    serve_router_over,
+    serve_vllm_router,
+)
 from kvferry.testing.transfer_report import Transfer, read_reports, wait_for_reports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.mooncake, pytest.mark.filterwarnings("default")]
 
 RANKS = (0, 1)
+VLLM_ROUTER = Path(__file__).parents[2] / ".venv-router" / "bin" / "vllm-router"
 TEXT = "Two ferries leave the left bank and two the right one, and each may carry what any other brought. " * 3
 TOKENS = 10
 
@@ -134,17 +144,28 @@ def test_a_decode_rank_that_vllm_chooses_fetches_too(site: Site) -> None:
         site.proven(transfer)
 
 
-def test_the_router_lets_them_take_turns(site: Site, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["kvferry", "vllm-router"])
+def test_a_router_lets_them_take_turns(site: Site, name: str, tmp_path: Path) -> None:
     before = set(read_reports([site.report]))
-    prefills = [(site.prefill.server.url, site.prefill.bootstrap_port)]
-    with serve_router_over(prefills, [site.decode.server.url], log=tmp_path / "router.log") as router:
+    with router_of(name, site, tmp_path / "router.log") as router:
         for number in range(4):
-            prompt = f"{number} at the router. {TEXT}"
+            prompt = f"{number} at the {name}. {TEXT}"
             assert site.complete(router, prompt) == site.complete(site.prefill.server.url, prompt, rank=0)
     found = {name: site.proven(name) for name in set(read_reports([site.report])) - before}
     assert len(found) == 4
     producers = [line.peer_engine_id for one in found.values() for line in one.consumer]
     assert sorted(producers) == sorted(2 * [site.listed[str(rank)]["engine_id"] for rank in RANKS])
+
+
+def router_of(name: str, site: Site, log: Path) -> AbstractContextManager[str]:
+    if name == "kvferry":
+        prefills = [(site.prefill.server.url, site.prefill.bootstrap_port)]
+        return serve_router_over(prefills, [site.decode.server.url], log=log)
+    if not VLLM_ROUTER.exists():
+        pytest.skip("vllm-router is not installed: `make test-vllm` and `make load-routers` do it")
+    pair = ServedPair.of(site.prefill, site.decode)
+    # Without this option it names the first rank's engine for every prompt, whichever rank computed it.
+    return serve_vllm_router(pair, VLLM_ROUTER, log=log, arguments=("--intra-node-data-parallel-size", "2"))
 
 
 def test_each_rank_counts_for_itself_and_holds_nothing_at_the_end(site: Site) -> None:

@@ -24,7 +24,7 @@ from kvferry.testing.draft_models import DEEPSEEK_V3_MTP, EAGLE, EAGLE3, QWEN3_N
 from kvferry.testing.engine_forge import EngineForge
 from kvferry.testing.engine_wire import EngineSpec
 from kvferry.testing.engines import Engine, start_engines
-from kvferry.testing.model_recipes import QWEN3, TinyModel
+from kvferry.testing.model_recipes import GEMMA3, QWEN3, TinyModel
 from kvferry.testing.models import build_model, token_ids
 from kvferry.testing.pair import Pair, Served, pair_spec, report_options
 from kvferry.testing.transfer_report import wait_for_reports
@@ -60,6 +60,11 @@ def mtp(folder: Path) -> dict[str, Any]:
     return {"method": "mtp", "num_speculative_tokens": 1}
 
 
+def repetition(folder: Path) -> dict[str, Any]:
+    """Guesses from what was said before, by no layer at all."""
+    return {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
 @dataclass(frozen=True)
 class Case:
     """One pair of engines."""
@@ -71,6 +76,8 @@ class Case:
     tp: tuple[int, int] = (1, 1)
     kernel_block: int | None = None
     transport: str = "mooncake"
+    own_layers: bool = True
+    """Whether layers of their own do the guessing."""
     core: bool = False
 
 
@@ -81,6 +88,7 @@ CASES = (
     Case("own-model", own_model, blocks=(64, 128)),
     Case("eagle-2-to-1", eagle, tp=(2, 1), blocks=(64, 128)),
     Case("mtp-mla", mtp, model=DEEPSEEK_V3_MTP, blocks=(16, 16), core=True),
+    Case("repetition-window", repetition, model=GEMMA3, blocks=(64, 128), own_layers=False),
     Case("mtp-gdn", mtp, model=QWEN3_NEXT_MTP, blocks=(640, 640)),
 )
 
@@ -148,9 +156,24 @@ def test_the_cache_of_guessing_layers_is_fetched(
 ) -> None:
     with sites(case, tmp_path, model_folder, forge) as site:
         layers = [layer for group in site.pair.decode.inspect().groups for layer in group.layers]
-        assert len(layers) > case.model.config["num_hidden_layers"]
+        assert (len(layers) > case.model.config["num_hidden_layers"]) == case.own_layers
         for reference in site.references:
             served = site.serve(reference)
             if case.tp[1] == 1 and case.model.exact:
                 assert served.decode.guesses == reference.alone.guesses
                 assert served.decode.guesses
+
+
+def test_only_decode_guesses(tmp_path: Path, model_folder: Path, forge: EngineForge) -> None:
+    """The prompt's part of the head's cache is missing, so it guesses otherwise; every answer is right."""
+    case = Case("decode-only", eagle, blocks=(64, 128))
+    with sites(case, tmp_path, model_folder, forge, guessing=(False, True)) as site:
+        guesses = [(site.serve(reference).decode.guesses, reference.alone.guesses) for reference in site.references]
+        assert all(ours for ours, _ in guesses)
+        assert any(ours != theirs for ours, theirs in guesses)
+
+
+def test_only_prefill_guesses(tmp_path: Path, model_folder: Path, forge: EngineForge) -> None:
+    with sites(Case("prefill-only", draft_model), tmp_path, model_folder, forge, guessing=(True, False)) as site:
+        for reference in site.references:
+            assert site.serve(reference).decode.guesses == []

@@ -29,6 +29,10 @@ def doctor_command(  # one parameter for each option
     peer: Annotated[
         str | None, typer.Option(help="HOST:PORT of a 'kvferry doctor --serve': send it a marker page too.")
     ] = None,
+    upstream_peer: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="API of an engine under vLLM's own connector: compare it with upstream_peer."),
+    ] = None,
     serve: Annotated[bool, typer.Option(help="Wait for marker pages of peers until interrupted.")] = False,
     serve_port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port for --serve; 0 takes a free one.")
@@ -47,7 +51,7 @@ def doctor_command(  # one parameter for each option
 
     to = None if peer is None else _address(peer)
     with engine_noise() as noise:
-        checkup = examine(deployment, peer=to)
+        checkup = examine(deployment, peer=to, upstream=upstream_peer)
     if as_json:
         print(json.dumps(checkup.to_json(), indent=2))
     else:

@@ -10,6 +10,7 @@ Glossary
 
 from kvferry.control.bootstrap import BootstrapService
 from kvferry.control.bootstrap_client import BootstrapClient, FoundEngine
+from kvferry.control.cache_info import read_cache_info
 from kvferry.control.directory import Directory, EngineCard, EngineEntry, RankCard, RankEntry, Registration
 from kvferry.control.doors import CurveKeys, Guard, Keyring, ListedDoor, SecureDoor, require_curve
 from kvferry.control.hello import greet
@@ -48,5 +49,6 @@ __all__ = [
     "client_context",
     "find_secret",
     "greet",
+    "read_cache_info",
     "require_curve",
 ]

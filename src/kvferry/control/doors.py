@@ -2,10 +2,9 @@
 
 The *secure* door speaks CURVE: both ends prove that they hold the shared secret, and what they say is encrypted. The
 server's and the client's key pair are both derived from the secret; the door admits the one client key and no other.
-Where more than one secret is known, a door is opened with the one in use, and its owner tells
-the name of its keys; whoever knocks takes those from its :class:`Keyring`.
-The *listed* door is plain, as vLLM's own connector needs it, and admits peers of listed networks alone. The *open* door
-admits everybody: no secret, no guard.
+Where more than one secret is known, a door is opened with the one in use, and its owner tells the name of its keys;
+whoever knocks takes those from its :class:`Keyring`. The *listed* door is plain, as vLLM's own connector needs it, and
+admits peers of listed networks alone. The *open* door admits everybody: no secret, no guard.
 
 libzmq asks before a connection exists (ZAP, RFC 27), so a stranger's bytes never reach a decoder. The answers are given
 here, by a task beside the listener, on a socket inside its context. No answer is a refusal: the door is told to insist.

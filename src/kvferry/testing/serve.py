@@ -322,15 +322,16 @@ def serve_router_over(
 
 
 @contextmanager
-def serve_vllm_router(pair: ServedPair, command: Path, *, log: Path) -> Iterator[str]:
+def serve_vllm_router(pair: ServedPair, command: Path, *, log: Path, arguments: Sequence[str] = ()) -> Iterator[str]:
     """PyPI's ``vllm-router`` (its ``command``, from an environment of its own) in front of a pair; yields its URL."""
     port = free_port()
-    arguments = [
+    whole = [
         *(str(command), "--vllm-pd-disaggregation", "--kv-connector", "mooncake", "--policy", "round_robin"),
         *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())),
         *("--prefill", pair.prefill.url, str(pair.bootstrap_port), "--decode", pair.decode.url),
+        *arguments,
     ]
-    with _router(arguments, port, log) as url:
+    with _router(whole, port, log) as url:
         yield url
 
 

@@ -1,8 +1,10 @@
 """What kvferry needs of a vLLM release, read from the release's source, and kept as a small file.
 
-A release's *contract* is: the methods of the classes that a connector derives from (parameters, whether they must be
-written, and a digest of what their text and default say), and the parts of vLLM that ``kvferry.vllm`` imports or looks
-at. It is read by parsing source, so a wheel can be looked at that was never installed and fits no machine of ours.
+A release's *contract* is: the methods of the classes that we derive from (parameters, whether they must be written,
+and a digest of what their text and default say); the parts of vLLM that ``kvferry.vllm`` imports; the members of the
+classes that it looks at, with their types and, where it calls them, their parameters; and the records and methods of
+vLLM's own MooncakeConnector, which is a peer. It is read by parsing source, so a wheel can be looked at that was never
+installed and fits no machine of ours.
 
 ``make contract RELEASE=0.33.0`` fetches that release's wheel, without its dependencies, and writes its file to
 ``tests/vllm/contract``. Tests compare the installed vLLM with the file of its version, our connector with every file,
@@ -11,11 +13,12 @@ and each file with the one before it: what is new there must have been looked at
 
 import ast
 import hashlib
+import re
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -23,6 +26,7 @@ from typing import Final
 import msgspec
 
 import kvferry
+from kvferry.testing.vllm_uses import Fields, Use, uses_of
 
 BASE: Final = "distributed/kv_transfer/kv_connector/v1/base.py"
 
@@ -36,6 +40,31 @@ CONNECTOR_CLASSES: Final = (
 )
 """What a connector is made of, all in one file."""
 
+DERIVED: Final = {
+    BASE: CONNECTOR_CLASSES,
+    "distributed/kv_transfer/kv_connector/v1/metrics.py": ("KVConnectorStats", "KVConnectorPromMetrics"),
+    "v1/executor/abstract.py": ("Executor",),
+    "model_executor/model_loader/base_loader.py": ("BaseModelLoader",),
+}
+"""Classes that ours derive from."""
+
+MOONCAKE: Final = "distributed/kv_transfer/kv_connector/v1/mooncake"
+PEER_RECORDS: Final = {
+    f"{MOONCAKE}/mooncake_connector.py": (
+        "MooncakeXferMetadata",
+        "MooncakeXferResponse",
+        "MooncakeXferResponseStatus",
+    ),
+    f"{MOONCAKE}/mooncake_utils.py": ("RegisterWorkerPayload", "EngineEntry"),
+}
+"""What vLLM's own connector puts on the wire."""
+
+PEER_METHODS: Final = {
+    f"{MOONCAKE}/mooncake_connector.py": ("MooncakeConnectorScheduler", "MooncakeConnectorWorker"),
+    f"{MOONCAKE}/mooncake_utils.py": ("MooncakeBootstrapServer",),
+}
+"""What it does with them: one that changed must be read."""
+
 LOOKED_AT: Final = {
     "v1/request.py": ("Request", "RequestStatus"),
     "v1/outputs.py": ("KVConnectorOutput",),
@@ -47,9 +76,11 @@ LOOKED_AT: Final = {
         "KVCacheGroupSpec",
         "KVCacheTensor",
         "KVCacheSpec",
+        "UniformTypeKVCacheSpecs",
         "AttentionSpec",
         "FullAttentionSpec",
         "SlidingWindowSpec",
+        "SlidingWindowMLASpec",
         "ChunkedLocalAttentionSpec",
         "MLAAttentionSpec",
         "MambaSpec",
@@ -58,6 +89,12 @@ LOOKED_AT: Final = {
     "v1/metrics/cache_hit_source.py": ("CacheHitSource",),
     "config/kv_transfer.py": ("KVTransferConfig",),
     "config/parallel.py": ("ParallelConfig",),
+    "config/vllm.py": ("VllmConfig",),
+    "config/model.py": ("ModelConfig",),
+    "config/cache.py": ("CacheConfig",),
+    "config/compilation.py": ("CompilationConfig",),
+    "config/speculative.py": ("SpeculativeConfig",),
+    "v1/core/sched/output.py": ("SchedulerOutput",),
     "distributed/kv_transfer/kv_connector/v1/metrics.py": ("KVConnectorPromMetrics", "KVConnectorStats"),
 }
 """Classes whose members are used here, by file."""
@@ -97,27 +134,51 @@ class Contract(msgspec.Struct, frozen=True):
 
     release: str
     connector: dict[str, dict[str, Method]]
-    """Methods by class."""
+    """Methods of the classes that we derive from, by class."""
     members: dict[str, tuple[str, ...]]
-    """Names of the members of the classes that are looked at, by class."""
+    """Names of the members of the classes that are looked at, inherited ones among them, by class."""
+    types: dict[str, dict[str, str]]
+    """Annotations of their fields and properties, of those that are such classes themselves, by class."""
+    called: dict[str, Method]
+    """Methods of theirs that ``kvferry.vllm`` calls, as ``class.name``, and functions, as ``module:name``."""
+    records: dict[str, dict[str, str]]
+    """Of vLLM's own connector: fields in their order, each with its default or nothing."""
+    peer: dict[str, dict[str, Method]]
+    """Methods of vLLM's own connector, by class."""
     imports: tuple[str, ...]
     """What ``kvferry.vllm`` imports of it and what is there, as ``module:name``."""
 
 
 def read_contract(release: str, sources: Sources) -> Contract:
     """The contract of a release whose files ``sources`` gives."""
-    base = _classes(sources, BASE)
+    looked_at = {
+        name: node
+        for path, names in LOOKED_AT.items()
+        for name, node in _classes(sources, path).items()
+        if name in names
+    }
+    types = {name: dict(_types(node, looked_at)) for name, node in looked_at.items()}
     return Contract(
         release,
-        {name: _methods(base[name]) for name in CONNECTOR_CLASSES if name in base},
+        _methods_of(sources, DERIVED),
+        {name: tuple(sorted(set(_every_member(node, looked_at)))) for name, node in looked_at.items()},
+        types,
+        dict(sorted(_called(sources, looked_at, types))),
         {
-            name: tuple(sorted(set(_members(node))))
-            for path, names in LOOKED_AT.items()
+            name: dict(_record(node))
+            for path, names in PEER_RECORDS.items()
             for name, node in _classes(sources, path).items()
             if name in names
         },
+        _methods_of(sources, PEER_METHODS),
         tuple(sorted({f"{module}:{name}" for module, name in imported_names(OURS) if defines(sources, module, name)})),
     )
+
+
+def our_uses(contract: Contract) -> list[Use]:
+    """What ``kvferry.vllm`` takes from the classes that a contract describes."""
+    every: Fields = {name: contract.types.get(name, {}) for name in contract.members}
+    return list(uses_of(OURS, every))
 
 
 def installed_sources() -> Sources:
@@ -166,14 +227,18 @@ class Difference:
 
 def differences(old: Contract, new: Contract) -> Iterator[Difference]:
     """What a connector's author must look at when ``new`` follows ``old``; members that are only more are nothing."""
-    for owner in sorted(old.connector.keys() | new.connector.keys()):
-        before, after = old.connector.get(owner, {}), new.connector.get(owner, {})
-        for name in sorted(before.keys() | after.keys()):
-            if before.get(name) != after.get(name):
-                yield Difference(f"{owner}.{name}", _change(before.get(name), after.get(name)))
+    for was, now in ((old.connector, new.connector), (old.peer, new.peer), ({"": old.called}, {"": new.called})):
+        for owner in sorted(was.keys() | now.keys()):
+            before, after = was.get(owner, {}), now.get(owner, {})
+            for name in sorted(before.keys() | after.keys()):
+                if before.get(name) != after.get(name):
+                    yield Difference(f"{owner}.{name}".strip("."), _change(before.get(name), after.get(name)))
     for owner in sorted(old.members):
         for name in sorted(set(old.members[owner]) - set(new.members.get(owner, ()))):
             yield Difference(f"{owner}.{name}", "gone")
+    for owner in sorted(old.records.keys() | new.records.keys()):
+        if list(old.records.get(owner, {}).items()) != list(new.records.get(owner, {}).items()):
+            yield Difference(owner, "another record")
 
 
 def _change(before: Method | None, after: Method | None) -> str:
@@ -192,9 +257,84 @@ def _classes(sources: Sources, path: str) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
+def _methods_of(sources: Sources, wanted: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Method]]:
+    return {
+        name: _methods(found[name])
+        for path, names in wanted.items()
+        for found in (_classes(sources, path),)
+        for name in names
+        if name in found
+    }
+
+
+def _every_member(owner: ast.ClassDef, known: Mapping[str, ast.ClassDef]) -> Iterator[str]:
+    for node in _lineage(owner, known):
+        yield from _members(node)
+
+
+def _lineage(owner: ast.ClassDef, known: Mapping[str, ast.ClassDef]) -> Iterator[ast.ClassDef]:
+    """The class, and those of its bases that are looked at too."""
+    yield owner
+    for base in owner.bases:
+        if (name := ast.unparse(base).split(".")[-1]) in known:
+            yield from _lineage(known[name], known)
+
+
+def _types(owner: ast.ClassDef, known: Mapping[str, ast.ClassDef]) -> Iterator[tuple[str, str]]:
+    for node in [*_lineage(owner, known)][::-1]:
+        for inner in node.body:
+            match inner:
+                case ast.AnnAssign(target=ast.Name(id=name), annotation=said):
+                    pass
+                case ast.FunctionDef(name=name, returns=ast.expr() as said) if _method(inner).kind == "property":
+                    pass
+                case _:
+                    continue
+            text = ast.unparse(said)
+            if any(re.search(rf"\b{one}\b", text) for one in known):
+                yield name, text
+
+
+def _called(sources: Sources, known: Mapping[str, ast.ClassDef], types: Fields) -> Iterator[tuple[str, Method]]:
+    """What we call of the classes looked at, and functions that we import and call."""
+    for use in uses_of(OURS, {name: types.get(name, {}) for name in known}):
+        if use.arguments is None:
+            continue
+        for node in _lineage(known[use.owner], known):
+            if (method := _methods(node).get(use.name)) is not None:
+                yield f"{use.owner}.{use.name}", _shape(method)
+                break
+    for module, name in imported_names(OURS):
+        tree = ast.parse(sources(f"{'/'.join(module.split('.')[1:])}.py") or "")
+        for inner in tree.body:
+            if isinstance(inner, ast.FunctionDef) and inner.name == name:
+                yield f"{module}:{name}", _shape(_method(inner))
+
+
+def _shape(method: Method) -> Method:
+    """How it is called; what it does is its own affair."""
+    return Method(method.parameters, kind=method.kind)
+
+
+def _record(owner: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for node in owner.body:
+        match node:
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield name, ast.unparse(node.value) if node.value is not None else ""
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                yield name, ast.unparse(node.value)
+            case _:
+                continue
+
+
+def our_class(file: str, name: str) -> dict[str, Method]:
+    """The methods of a class of ``kvferry.vllm``, read in the same way."""
+    return _methods(_classes(lambda path: (OURS / path).read_text(), file)[name])
+
+
 def our_connector() -> dict[str, Method]:
-    """The methods of ``FerryConnector``, read in the same way."""
-    return _methods(_classes(lambda path: (OURS / path).read_text(), "connector.py")["FerryConnector"])
+    """The methods of ``FerryConnector``."""
+    return our_class("connector.py", "FerryConnector")
 
 
 def _methods(owner: ast.ClassDef) -> dict[str, Method]:
@@ -232,7 +372,7 @@ def _members(owner: ast.ClassDef) -> Iterator[str]:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 yield node.name
-                if node.name == "__init__":
+                if node.name in ("__init__", "__post_init__"):
                     yield from _set_on_self(node)
             case ast.AnnAssign(target=ast.Name(id=name)):
                 yield name
@@ -287,7 +427,7 @@ def write_contract(contract: Contract, folder: Path) -> Path:
     """One file for each release."""
     path = folder / f"vllm-{contract.release}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(contract, order="sorted"), indent=1) + b"\n")
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(contract), indent=1) + b"\n")
     return path
 
 

@@ -137,7 +137,8 @@ class Config:
     secret_file: str | None = None
     """File of a secret that all engines of a deployment and their router share (at least 32 random bytes, mode 0600);
     default: environment variable `KVFERRY_SECRET`, else none. With one, kvferry peers speak CURVE to each other and to
-    nobody else, and a rank's registration must be signed. See docs/security.md."""
+    nobody else, and a rank's registration must be signed. Further lines are known beside the first, for a change of the
+    secret without a stop. See docs/security.md."""
 
     secure_port: int = 0
     """With a secret: first port of the CURVE socket, counted on as `side_channel_port` is. 0 takes that port where no

@@ -25,6 +25,7 @@ def deployment_of(
         private_only=config.require_private_network,
         upstream_peers=peers if isinstance(peers, str) else ", ".join(peers) or "refuse",
         upstream_assumed=config.declared_peer.missing,
+        upstream_declared=config.declared_peer,
         upstream_networks=() if isinstance(peers, str) else peers,
         secret_file=config.secret_file,
         tls=config.bootstrap_tls_cert is not None,

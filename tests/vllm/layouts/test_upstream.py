@@ -67,6 +67,7 @@ def caches(specs: list[KVCacheSpec], *, kernel_blocks: tuple[int, ...] = ()) -> 
     config = KVCacheConfig(
         num_blocks=BLOCKS,
         kv_cache_tensors=[],
+        kv_cache_layout="LBHNC",
         kv_cache_groups=[KVCacheGroupSpec([name], spec) for name, spec in zip(names, specs, strict=True)],
     )
     tensors = {

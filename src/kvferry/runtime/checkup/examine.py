@@ -14,15 +14,23 @@ from kvferry.runtime.checkup.limits import check_limits, check_ptrace
 from kvferry.runtime.checkup.marker import Delivery, Way, deliver_to_peer, deliver_to_self
 from kvferry.runtime.checkup.records import Checkup, Finding, Verdict
 from kvferry.runtime.checkup.software import check_mooncake
+from kvferry.runtime.checkup.upstream import check_upstream
 from kvferry.transport.engine_settings import parse_variables
 
 TRANSPORTS: Final = ("mooncake", "cma")
 
 
 def examine(
-    deployment: Deployment, *, peer: tuple[str, int] | None = None, environ: Mapping[str, str] = os.environ
+    deployment: Deployment,
+    *,
+    peer: tuple[str, int] | None = None,
+    upstream: str | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> Checkup:
-    """Look at everything; moves marker pages within this machine, and to ``peer`` where one is named."""
+    """Look at everything; moves marker pages within this machine, and to ``peer`` where one is named.
+
+    ``upstream``: URL of an engine under vLLM's own connector, which is asked what it should be declared as.
+    """
     here = local_addresses()
     try:
         choices, host = choices_of(deployment, here, environ)
@@ -43,6 +51,7 @@ def examine(
         *software,
         *(_to_self(deployment, host, transport, missing) for transport in TRANSPORTS),
         *((_to_peer(deployment, host, peer),) if peer else ()),
+        *((check_upstream(upstream, deployment.upstream_declared),) if upstream else ()),
     )
     return Checkup(choices, findings)
 
