@@ -3,7 +3,7 @@ PY := .venv/bin/python
 SHELL := bash
 .DEFAULT_GOAL := help
 
-.PHONY: help gpu-check setup setup-core demo demo-quick dumps test test-quick check fuzz-plan fuzz-wire bench-plan bench-costs bench-ttft bench-verify load-routers rolling-upgrade mutants format faults soak model-check test-vllm contract
+.PHONY: help gpu-check setup setup-core demo demo-quick dumps test test-quick check fuzz-plan fuzz-wire bench-plan bench-costs bench-ttft bench-verify load-routers rolling-upgrade mutants format faults soak model-check test-vllm test-release contract
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -38,11 +38,19 @@ test-quick: setup  ## without the real-vLLM tests
 test-vllm: setup .venv-router/bin/vllm-router  ## pairs of real engines over the whole covering array, then docs/support.md from the results
 	@start=$$SECONDS; mkdir -p build; rm -f build/cells.jsonl; \
 	  $(PY) -m pytest tests/vllm/test_cells.py tests/vllm/test_cells_serve.py tests/vllm/test_rolling.py \
+	    tests/vllm/test_drafts.py tests/vllm/test_data_parallel.py tests/vllm/test_upstream.py \
+	    tests/vllm/test_upstream_prefixes.py tests/vllm/test_upstream_pipeline.py \
 	    --cells all --cell-results build/cells.jsonl; rc=$$?; \
 	  $(PY) scripts/make_support.py --results build/cells.jsonl && echo "make test-vllm took $$((SECONDS - start)) s"; exit $$rc
 
 contract: setup  ## RELEASE=0.33.0: what that vLLM release asks of a connector, for tests/vllm/test_contract.py
 	@$(PY) -m kvferry.testing.vllm_contract tests/vllm/contract $(RELEASE)
+
+RELEASE ?= 0.33.0
+test-release: setup  ## RELEASE=0.33.0: real engines over the Python of another vLLM release, and between it and the installed one
+	@$(PY) -m kvferry.testing.vllm_overlay build $(RELEASE)
+	@$(PY) -m pytest --cells all tests/vllm/test_releases_live.py
+	@PYTHONPATH=$(CURDIR)/build/vllm-$(RELEASE) $(PY) -m pytest tests/vllm tests/protocol/test_upstream_wire.py
 
 START ?= 0
 COUNT ?= 100000

@@ -31,6 +31,9 @@ PIPELINE = "tests/vllm/test_pipeline.py"
 MODES = "tests/vllm/test_modes.py"
 MODES_LIVE = "tests/vllm/test_modes_live.py"
 SCHEDULER = "tests/vllm/test_scheduler.py"
+RELEASES_LIVE = "tests/vllm/test_releases_live.py"
+DATA_PARALLEL = "tests/vllm/test_data_parallel.py"
+DRAFTS = "tests/vllm/test_drafts.py"
 
 PARTS = {
     Model.QWEN3: "full attention, grouped heads",
@@ -56,7 +59,6 @@ LAYOUTS = (
     Entry("Mamba2 state", "layout read from vLLM's own model; no engine: vLLM 0.32 does not run it on a CPU", f"{FAMILIES}::test_mamba2"),
     Entry("Mamba1 state beside attention", "layout read from vLLM's own model; no engine: vLLM 0.32 does not run it on a CPU", f"{FAMILIES}::test_mamba1"),
     Entry("Kimi Linear (KDA)", "untested: vLLM 0.32 has no CPU kernels for it (its model needs the module `cutlass`)", ""),
-    Entry("draft layers of a draft model", "layout read from vLLM's own models, with the draft's own heads", f"{FAMILIES}::test_draft_layers"),
     Entry("fp8 cache", "layout read from vLLM's own model", f"{FAMILIES}::test_fp8_cache"),
     Entry("layers that share a cache", "listed once, read from vLLM's own model", f"{FAMILIES}::test_shared_caches"),
     Entry("rows that pack several layers, all orders of blocks, heads, tokens and layers", "layout read where vLLM's allocator puts it", f"{EXTRACT}::test_every_layout_of_vllm_is_read_where_it_is_written"),
@@ -80,15 +82,37 @@ MODE_ENTRIES = (
     Entry("KV events", "works: blocks that came are told as stored", f"{MODES}::test_blocks_that_came_are_told_as_stored_when_they_are_there"),
     Entry("`cached_tokens`", "works: what was fetched counts as cached", f"{MODES_LIVE}::test_small_requests_inside_a_multi_connector"),
     Entry("pipeline stages 2-1 and 1-2", "works: 2-1 full attention, 1-2 short convolution (the test makes buffers that vLLM 0.32 leaves out on a CPU without a compiler)", f"{PIPELINE}::test_unequal_pipelines"),
-    Entry("data parallel ranks", "registered by rank; untested with engines", f"{MODES}::test_a_data_parallel_rank_registers_under_its_number"),
+    Entry("two data parallel ranks at prefill and at decode, one `vllm serve` each (internal load balancing)", "works: from any rank to any rank", f"{DATA_PARALLEL}::test_from_any_rank_to_any_rank"),
+    Entry("the same behind `kvferry serve-router` or `vllm-router`", "works: the ranks take turns", f"{DATA_PARALLEL}::test_a_router_lets_them_take_turns"),
+    Entry("data parallel ranks with an API server each (external and hybrid load balancing)", "untested with engines; registered as vLLM's own connector does", ""),
+    Entry("data parallel ranks of a mixture of experts", "untested: each registers as others do, but vLLM 0.32 does not run them on a CPU (its communicator there has no `all_gatherv`)", ""),
+    Entry("speculative decoding with layers of its own: draft model, Eagle, Eagle3, MTP behind MLA and beside GDN; by repetition beside a sliding window", "works: their cache is fetched too, and in float32 what they guess is what a single engine's guess; blocks that differ, a kernel split, tensor parallel 1-2 and 2-1 among the cases", f"{DRAFTS}::test_the_cache_of_guessing_layers_is_fetched"),
+    Entry("speculative decoding at decode only", "works: answers are right, guesses begin without the prompt", f"{DRAFTS}::test_only_decode_guesses"),
+    Entry("speculative decoding at prefill only", "works", f"{DRAFTS}::test_only_prefill_guesses"),
+    Entry("speculative decoding beside a short convolution, by repetition beside GDN", "untested: on a CPU a single engine of vLLM 0.32 that guesses gives other answers there than one that does not", ""),
+    Entry("speculative decoding beside a state, unequal numbers of guesses", "refused with the first transfer, as incompatible content", f"{FAMILIES}::test_a_state_with_room_for_guesses_is_not_one_without"),
     Entry("abort while waiting", "works", "tests/vllm/test_aborts.py::test_aborted_decodes_give_their_blocks_back_on_both_sides"),
     Entry("prefill engine killed or stopped", "works: error or recomputation", "tests/vllm/test_prefill_gone.py::test_the_decode_side_survives"),
     Entry("orderly end with transfers open", "works: under 5 s, no thread left", f"{MODES_LIVE}::test_an_engine_ends_in_time_with_transfers_open"),
     Entry("sleep mode", "refused at start-up", f"{MODES}::test_sleep_mode_is_refused_by_name"),
     Entry("prefill context parallel", "refused at start-up", ""),
     Entry("two `vllm serve` and a router", "works", "tests/router/test_serve.py::test_a_completion"),
+    Entry("two `vllm serve` over `cma`, a state beside attention, blocks of 128 and 64, clients that leave", "works", "tests/vllm/test_cells_serve.py::test_a_short_convolution_over_cma_between_unequal_blocks"),
+    Entry("`vllm serve` with vLLM's own connector at either end, behind `kvferry serve-router` and `vllm-router`", "works", "tests/vllm/test_cells_serve.py::test_mixed_load_with_vllms_own_connector_at_one_end"),
+    Entry("a fleet that moves from vLLM's own connector to kvferry, process by process, under load", "works", "tests/vllm/test_rolling.py::test_a_fleet_moves_from_upstream_to_kvferry_under_load_without_a_wrong_answer"),
 )  # fmt: skip
 """Modes of the connector."""
+
+RELEASES = (
+    Entry("0.32", "works: all of this page", "the cells below"),
+    Entry("0.33, with itself and with 0.32, under kvferry", "works: that release's Python over the CPU kernels of 0.32; one model of each part above, one rank a side", f"{RELEASES_LIVE}::test_two_releases_exchange_caches"),
+    Entry("0.33, core cells below", "works: the same", "`make test-release`"),
+    Entry("0.33, vLLM's MooncakeConnector at prefill or at decode", "works: the same; with kvferry over 0.32 and over 0.33", f"{RELEASES_LIVE}::test_two_releases_exchange_caches"),
+    Entry("0.33, its own kernels", "untested: there is no build of it for a CPU", ""),
+    Entry("older than 0.32", "refused at start-up", "tests/vllm/test_releases.py::test_what_is_too_old_is_refused_by_name"),
+    Entry("newer than 0.33", "used, with a warning", "tests/vllm/test_releases.py::test_what_was_not_tried_is_used_with_a_warning"),
+)  # fmt: skip
+"""Releases of vLLM; docs/releases.md has more of it."""
 
 HEAD = """# What works with what
 
@@ -130,6 +154,7 @@ def page(outcomes: Mapping[str, CellOutcome]) -> Iterator[str]:
     yield from _parts(outcomes)
     yield from _entries("Parts of models without a pair of engines", LAYOUTS)
     yield from _entries("Modes", MODE_ENTRIES)
+    yield from _entries("Releases of vLLM", RELEASES)
     yield from _cells(outcomes)
 
 

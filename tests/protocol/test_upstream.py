@@ -11,7 +11,6 @@ from kvferry.protocol import Span, Table
 from kvferry.protocol.upstream import (
     GroupRule,
     check_kept,
-    check_listed,
     list_blocks,
     paired_ranks,
     paired_stages,
@@ -149,32 +148,17 @@ CUTS = st.one_of(
 
 
 @given(tokens=st.integers(2, 200), size=st.sampled_from([4, 16, 32]), cut=CUTS, data=st.data())
-def test_what_the_last_token_looks_at_is_there_on_both_sides_or_the_prompt_is_refused(
+def test_a_prompt_is_refused_where_a_block_is_gone_that_its_last_token_looks_at(
     tokens: int, size: int, cut: tuple[int | None, int | None], data: st.DataObject
 ) -> None:
-    """vLLM's connector computes the last token at both sides; ours leaves it to the decode side."""
+    """vLLM's connector counts all tokens of it as computed, on both sides; ours has left the last one."""
     window, chunk = cut
     cached = data.draw(st.integers(0, (tokens - 1) // size)) * size
     rules = (GroupRule(size), GroupRule(size, window=window - 1 if window else None, chunk=chunk))
     kept = kept_blocks(tokens, size, window=window, chunk=chunk)
-    needed = {position // size for position in looked_at(tokens, window=window, chunk=chunk) if position >= cached}
-    right = needed <= set(kept)
-    span = Span(cached, tokens - 1)
-    assert right == passes(lambda: check_kept(rules, span, tokens=tokens))
-    missing = [*range(cached // size, -(-tokens // size))]
-    lists = [[100 + block for block in missing], [300 + block for block in missing if block in kept]]
-    tables = place_lists(lists, rules, tokens)
-    found = span_of(tables, rules, Span(0, tokens - 1))
-    assert found == span
-    assert right == passes(lambda: check_listed(tables, rules, found))
-
-
-def test_with_windows_alone_the_beginning_of_a_list_may_be_either() -> None:
-    """A consumer's own cache may end there, or its window: no field says which."""
-    rules = (GroupRule(16, window=31),)
-    tables = place_lists([[5, 6]], rules, 63)
-    assert not passes(lambda: check_listed(tables, rules, span_of(tables, rules, Span(0, 62))))
-    assert passes(lambda: check_listed(place_lists([[4, 5, 6]], rules, 62), rules, Span(16, 61)))
+    needed = [position for position in looked_at(tokens, window=window, chunk=chunk) if position >= cached]
+    right = {position // size for position in needed} <= set(kept)
+    assert right == passes(lambda: check_kept(rules, Span(cached, tokens - 1), tokens=tokens, side="prefill"))
 
 
 def passes(check: Callable[[], None]) -> bool:

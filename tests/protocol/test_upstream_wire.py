@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvferry.control import BootstrapClient, BootstrapService, RankCard, Registration
-from kvferry.errors import ProtocolReason
+from kvferry.errors import ProtocolReason, RemoteProtocolError
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.protocol import (
     FEATURES,
@@ -164,6 +164,42 @@ def test_their_decoder_reads_every_reply_that_we_may_send(connector: Any) -> Non
     refusal = decoder.decode(encode(make_refusal(failure.reason, "gone", pull=pull, producer=PRODUCER)))
     assert refusal.status == Status.ERROR
     assert decoder.decode(encode(make_hello_answer(PRODUCER))).status == Status.ERROR
+
+
+def test_a_pull_without_its_regions_is_answered_in_their_own_word(connector: Any) -> None:
+    """vLLM 0.33 leaves its regions out once a producer has said that it keeps them."""
+    if "layout_id" not in connector.MooncakeXferMetadata.__struct_fields__:
+        pytest.skip("this release of vLLM sends its regions with each pull")
+    decoder = msgspec.msgpack.Decoder(connector.MooncakeXferResponse)
+    whole = msgspec.structs.replace(theirs(connector), layout_id=2**62 + 1)
+    pull = decode_inbound(msgspec.msgpack.encode(whole))
+    assert pull == make_pull(RECEIVER, [WANTED])
+    served = decoder.decode(encode(make_reply(Answer(PullId(1), ok=(RequestId("d-1"),), finish=True), pull, PRODUCER)))
+    assert served.layout_id == 0, "so it goes on sending its regions to us"
+    bare = msgspec.structs.replace(
+        whole,
+        kv_caches_base_addr=[],
+        block_lens=[],
+        kv_block_lens=[],
+        registered_layer_names=[],
+        registered_layer_indices=[],
+        registered_group_indices=[],
+        registered_shared_group_ids=[],
+        registered_row_offsets=[],
+    )
+    with pytest.raises(RemoteProtocolError) as refused:
+        decode_inbound(msgspec.msgpack.encode(bare))
+    answer = decoder.decode(encode(make_refusal(refused.value.reason, "x", producer=PRODUCER)))
+    assert answer.status == connector.MooncakeXferResponseStatus.LAYOUT_MISS
+    assert (
+        judge(
+            decode_reply(msgspec.msgpack.encode(answer)),
+            RequestId("d-1"),
+            Incarnation(EngineId("P"), ""),
+            upstream=True,
+        ).kind
+        is Verdict.DOUBT
+    )
 
 
 def card() -> RankCard:

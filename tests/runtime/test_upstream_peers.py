@@ -4,13 +4,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvferry.control import BootstrapService, Registration
 from kvferry.errors import ProtocolReason
 from kvferry.ids import EngineId, RequestId, TransferId
-from kvferry.protocol import Fate, FetchEnded, ProducerLimits, Source, Span, Status, Table, Ticket
+from kvferry.protocol import Fate, FetchEnded, ProducerLimits, Source, Span, Status, Table, Ticket, encode
 from kvferry.runtime import ConsumerRuntime, Fetch, Local, ProducerRuntime, Publication, RuntimeOptions
 from kvferry.runtime.loop import LoopThread
 from kvferry.runtime.options import UpstreamPeers
@@ -122,6 +123,24 @@ def test_empty_lists_release(serving: Serving) -> None:
     assert serving.ask(((), ())) == (Status.FINISH, ["d"], [])
     wait_until(lambda: serving.runtime.take_quiet() == [Ticket(1)], seconds=5)
     assert not serving.target.bytes.any()
+
+
+def test_a_newer_consumer_that_leaves_its_regions_out_is_asked_for_them(serving: Serving) -> None:
+    """vLLM 0.33 believes that the producer keeps them: another one had this address before us."""
+    serving.publish("t")
+    pull = pull_of(serving.consumer.receiver, {"d": ("t", (D_BLOCKS, (D_STATE,)))})
+    whole = {**msgspec.msgpack.decode(encode(pull)), "layout_id": 2**62 + 1}
+    bare = {name: value for name, value in whole.items() if not name.startswith("registered_")}
+    bare |= {key: [] for key in ("kv_caches_base_addr", "block_lens", "kv_block_lens")}
+    (missed,) = serving.consumer.replies(
+        serving.consumer.send(serving.runtime.address, msgspec.msgpack.encode(bare)), within=15
+    )
+    assert (missed.status, missed.ok_reqs, missed.err_reqs) == (Status.LAYOUT_MISS, None, None)
+    assert not serving.target.bytes.any()
+    socket = serving.consumer.send(serving.runtime.address, msgspec.msgpack.encode(whole))
+    assert serving.consumer.replies(socket, within=15)[-1].ok_reqs == ("d",)
+    assert np.array_equal(serving.source.page(1, P_BLOCKS[0]), serving.target.page(1, D_BLOCKS[0]))
+    wait_until(lambda: serving.runtime.take_quiet() == [Ticket(1)], seconds=5)
 
 
 def test_a_pull_that_waits_is_kept_alive_by_empty_answers(serving: Serving) -> None:

@@ -56,7 +56,8 @@ def of_every_cell(request: pytest.FixtureRequest) -> None:
 
 def options(folder: Path, **more: object) -> dict[str, object]:
     told = {"transfer_report": str(folder / "transfers.jsonl"), "debug_socket_dir": str(folder / "debug")}
-    return {**told, "publish_timeout": float(UNFETCHED_S), **more}
+    # Four servers on two cores: a peer that has no time for some seconds is not dead.
+    return {**told, "publish_timeout": float(UNFETCHED_S), "silence_timeout": 30.0, **more}
 
 
 def references_of(ends: Ends) -> dict[str, Reference]:

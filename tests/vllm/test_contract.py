@@ -33,6 +33,7 @@ from kvferry.testing.vllm_contract import (
     write_contract,
 )
 from kvferry.testing.vllm_uses import Use, uses_of
+from kvferry.vllm.releases import TRIED, release_of
 
 FOLDER = Path(__file__).parent / "contract"
 
@@ -55,6 +56,15 @@ REVIEWED = {
         "Executor.profile": "never called for a dump",
         "Executor.set_kv_cache_layout": "passes the layout on to the workers through collective_rpc, which is ours",
         "ModelConfig.supports_mamba_prefix_caching": "not used",
+        "RocmAiterUnifiedAttentionImpl._shuffle_kv_views": "keys and values shuffled on one GPU: releases.order_of",
+        "RocmAiterUnifiedAttentionImpl._split_kv_cache": "the same",
+        "RocmAiterUnifiedAttentionImpl.do_kv_cache_update": "the same",
+        "RocmAiterUnifiedAttentionImpl.do_rope_and_kv_cache_update": "the same",
+        "RocmAiterUnifiedAttentionImpl.set_interleaved_v_cache": "does nothing here",
+        "RocmAttentionImpl.set_interleaved_v_cache": "values interleaved by a fused kernel: releases.order_of",
+        "RocmAttentionImpl.do_kv_cache_update": "the same",
+        "RocmAttentionImpl.do_rope_and_kv_cache_update": "the same",
+        "TritonAttentionImpl.do_kv_cache_update": "tells the compiler how large the cache is; writes as before",
         "MooncakeXferMetadata": "layout_id: a pull may come without its regions; then it is answered LAYOUT_MISS",
         "MooncakeXferResponse": "layout_id: never said by us, so such a consumer sends its regions each time",
         "MooncakeXferResponseStatus": "LAYOUT_MISS: said to nobody but a sender of a layout_id",
@@ -213,6 +223,10 @@ class TestPeer:
     def test_it_registers_as_before(self, contract: Contract) -> None:
         assert list(contract.records["RegisterWorkerPayload"]) == ["engine_id", "dp_rank", "tp_rank", "pp_rank", "addr"]
         assert list(contract.records["EngineEntry"]) == ["engine_id", "worker_addr"]
+
+
+def test_every_release_that_is_said_to_be_tried_has_its_file() -> None:
+    assert [release_of(contract.release) for contract in EVERY] == list(TRIED)
 
 
 def test_what_is_new_in_a_release_has_been_looked_at() -> None:

@@ -1,9 +1,9 @@
 """Two data parallel ranks at prefill and two at decode: four engines, any two of which may meet.
 
-Each side is one ``vllm serve --data-parallel-size 2``: one API server, which sends a request to the rank that its
-header ``X-data-parallel-rank`` names, and an engine of its own for each rank, with an id and ports of its own. Ranks of
-one side share the connector's options and one bootstrap service. (Forked from the warm process; otherwise the command
-of an operator.)
+Each side is one ``vllm serve --data-parallel-size 2``: API servers that send a request to the rank that its header
+``X-data-parallel-rank`` names, and an engine of its own for each rank, with an id and ports of its own. Ranks of one
+side share the connector's options and one bootstrap service. (Forked from the warm process; otherwise the command of an
+operator.)
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,6 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 pytest.importorskip("vllm")
 pytest.importorskip("mooncake")
 
+from kvferry.runtime.checkup import Verdict
+from kvferry.runtime.checkup.upstream import check_upstream
+from kvferry.runtime.upstream_caches import Declared
 from kvferry.testing.engine_forge import EngineForge
 from kvferry.testing.mixed_load import forget_caches
 from kvferry.testing.model_recipes import QWEN3
@@ -90,8 +93,8 @@ def site(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, forge: En
     report = folder / "transfers.jsonl"
     model = build_model(QWEN3, model_folder)
     arguments = (
-        *("--data-parallel-size", "2", "--api-server-count", "1", "--max-model-len", "1024", "--block-size", "32"),
-        *("--max-num-seqs", "8", "--num-gpu-blocks-override", "100"),
+        *("--data-parallel-size", "2", "--max-model-len", "1024", "--block-size", "32", "--max-num-seqs", "8"),
+        *("--num-gpu-blocks-override", "100"),
     )
     specs = [
         ServeSpec(
@@ -99,7 +102,8 @@ def site(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, forge: En
             role,
             model,
             folder,
-            arguments=arguments,
+            # By itself vLLM starts as many API servers as there are ranks, which share the metrics page.
+            arguments=(*arguments, *(() if role == "prefill" else ("--api-server-count", "1"))),
             options={
                 "transport": "mooncake",
                 "mooncake_protocol": "tcp",
@@ -166,6 +170,14 @@ def router_of(name: str, site: Site, log: Path) -> AbstractContextManager[str]:
     pair = ServedPair.of(site.prefill, site.decode)
     # Without this option it names the first rank's engine for every prompt, whichever rank computed it.
     return serve_vllm_router(pair, VLLM_ROUTER, log=log, arguments=("--intra-node-data-parallel-size", "2"))
+
+
+def test_what_vllm_tells_of_its_caches_can_be_compared_with_a_declaration(site: Site) -> None:
+    """The metric that ``kvferry doctor --upstream-peer`` reads, from engines of this release."""
+    for served in (site.prefill, site.decode):
+        found = check_upstream(served.server.url, Declared(block_size=32))
+        assert (found.verdict, found.facts["told"]) == (Verdict.OK, {"block_size": 32})
+        assert check_upstream(served.server.url, Declared(block_size=64)).verdict is Verdict.FAILED
 
 
 def test_each_rank_counts_for_itself_and_holds_nothing_at_the_end(site: Site) -> None:

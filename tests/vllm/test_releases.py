@@ -2,11 +2,13 @@
 
 import logging
 from collections.abc import Iterator
+from fractions import Fraction
 
 import pytest
 
 from kvferry.errors import ConfigError, ConfigReason
-from kvferry.vllm.releases import TRIED, check_release
+from kvferry.vllm.layouts import Heads, Page, parts_of
+from kvferry.vllm.releases import ORDER_FLAGS, TRIED, check_release, order_of
 
 
 @pytest.fixture(autouse=True)
@@ -38,3 +40,48 @@ def test_what_is_too_old_is_refused_by_name(version: str) -> None:
     with pytest.raises(ConfigError, match=rf"vLLM {version}.*0\.32 or newer") as refused:
         check_release(version)
     assert refused.value.reason is ConfigReason.MISSING_DEPENDENCY
+
+
+class Implementation:
+    """Of an attention layer, as vLLM has it: it says of its order what it says, or nothing."""
+
+    def __init__(self, **flags: bool) -> None:
+        self.__dict__.update(flags)
+
+
+class Layer:
+    def __init__(self, **flags: bool) -> None:
+        self.impl = Implementation(**flags)
+
+
+def rocm_page(backend: str) -> Page:
+    """Of two sides, keys and values of 2 heads of 64, 16 tokens."""
+    return Page(
+        layer="attn",
+        backend=backend,
+        kernel="rocm",
+        order="LBHNC",
+        cache="bfloat16",
+        tokens=16,
+        state_tokens=Fraction(1),
+        slots=2,
+        rows=16,
+        width=256,
+        slot_stride=4096,
+        row_stride=256,
+        itemsize=2,
+        heads=Heads(0, 2, 2),
+        repacked=True,
+        key_size=64,
+        value_size=64,
+    )
+
+
+@pytest.mark.parametrize("flag", ORDER_FLAGS)
+def test_a_page_in_another_order_than_its_backends_moves_between_equal_workers_only(flag: str) -> None:
+    plain, other = order_of("ROCM_ATTN", Layer(**{flag: False})), order_of("ROCM_ATTN", Layer(**{flag: True}))
+    assert plain == order_of("ROCM_ATTN", Layer()) == order_of("ROCM_ATTN", None) == "ROCM_ATTN"
+    assert [part.name for part in parts_of(rocm_page(plain))] == ["k", "v"]
+    (whole,) = parts_of(rocm_page(other))
+    assert {axis.name for axis in whole.axes} == {"shard", "token"}
+    assert ORDER_FLAGS[flag] in whole.content.type

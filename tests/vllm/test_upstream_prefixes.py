@@ -20,8 +20,9 @@ pytest.importorskip("vllm")
 pytest.importorskip("mooncake")
 
 from kvferry.runtime.report import Line
+from kvferry.testing.comparison import FLOAT32_TOLERANCE, compare_logprobs
 from kvferry.testing.engine_forge import EngineForge
-from kvferry.testing.engine_wire import EngineSpec
+from kvferry.testing.engine_wire import EngineSpec, Generation
 from kvferry.testing.engines import Engine, start_engines
 from kvferry.testing.model_recipes import GEMMA3
 from kvferry.testing.models import build_model, token_ids
@@ -107,7 +108,7 @@ def boats(
 
 def named(spec: EngineSpec, role: Role, kind: Kind, report: Path, *, there: int) -> EngineSpec:
     """``there``: the blocks at the other side."""
-    declared = {} if spec.block_size == there else {"upstream_peer": {"block_size": there}}
+    declared = {} if spec.block_size == there else {"upstream_peer": {"block_size": there, "kernel_block_size": 32}}
     named = msgspec.structs.replace(spec, name=f"{kind}-{role}")
     return member(named, role, kind, transfer_report=str(report), **declared)
 
@@ -116,7 +117,7 @@ def named(spec: EngineSpec, role: Role, kind: Kind, report: Path, *, there: int)
 def test_prompts_that_begin_alike(boats: Boats, cached: Cached) -> None:
     boats.forget()
     want = [
-        boats.alone.generate(prompt, max_tokens=ANSWER, request_id=f"alone-{cached}-{number}").tokens
+        boats.alone.generate(prompt, max_tokens=ANSWER, request_id=f"alone-{cached}-{number}")
         for number, prompt in enumerate(PROMPTS)
     ]
     seen = {way: list(pass_through(boats, way, cached, want)) for way in WAYS}
@@ -129,7 +130,7 @@ def test_prompts_that_begin_alike(boats: Boats, cached: Cached) -> None:
 
 
 def pass_through(
-    boats: Boats, way: tuple[Kind, Kind], cached: Cached, want: Sequence[list[int]]
+    boats: Boats, way: tuple[Kind, Kind], cached: Cached, want: Sequence[Generation]
 ) -> Iterator[tuple[int, int, str | None, int]]:
     """What moved of each prompt, its digest, and what the prefill engine found in its cache."""
     boats.forget()
@@ -138,7 +139,9 @@ def pass_through(
         if cached != "both":
             boats.forget(["decode" if cached == "prefill" else "prefill"])
         served = pair.generate(prompt, max_tokens=ANSWER, name=f"{way}-{cached}-{number}")
-        assert served.decode.tokens == want[number], (way, cached, number)
+        assert served.decode.tokens == want[number].tokens, (way, cached, number)
+        verdict = compare_logprobs(served.decode.logprobs, want[number].logprobs, FLOAT32_TOLERANCE)
+        assert verdict.equal, (way, cached, number, verdict.detail)
         (line,) = boats.lines(served.transfer_id, way)
         yield line.start, line.stop, line.digest, served.prefill.cached_tokens
 
@@ -166,13 +169,19 @@ def test_a_block_that_only_the_last_token_looks_at(boats: Boats, length: int) ->
     assert said in boats.fleet.engines["ferry-prefill"].log.read_text(errors="replace")
 
 
-def test_such_a_block_that_the_decode_engine_has_is_no_reason_to_refuse(boats: Boats) -> None:
+@pytest.mark.parametrize(("first", "second"), WAYS[1:])
+def test_such_a_block_in_the_decode_engines_own_cache(boats: Boats, first: Kind, second: Kind) -> None:
+    """Ours has it, and fetches the rest; theirs gives it back when it asks for the rest."""
     length = EDGES[-1] + LARGEST
-    for first, second in WAYS[1:]:
-        boats.forget()
-        want = boats.alone.generate(TEXT[:length], max_tokens=ANSWER, request_id=f"has-{first}").tokens
-        boats.forget()
-        pair = boats.fleet.pair(f"{first}-prefill", f"{second}-decode")
-        for number, prompt in enumerate((TEXT[: length - 10], TEXT[:length])):
-            answer = pair.generate(prompt, max_tokens=ANSWER, name=f"has-{first}-{number}").decode
-        assert answer.tokens == want
+    boats.forget()
+    want = boats.alone.generate(TEXT[:length], max_tokens=ANSWER, request_id=f"has-{first}")
+    boats.forget()
+    pair = boats.fleet.pair(f"{first}-prefill", f"{second}-decode")
+    pair.generate(TEXT[: length - 10], max_tokens=ANSWER, name=f"has-{first}-less")
+    answer = pair.generate(TEXT[:length], max_tokens=ANSWER, name=f"has-{first}").decode
+    if second == "upstream":
+        assert answer.finish_reason == "error"
+        return
+    assert answer.cached_tokens == length - 1
+    assert answer.tokens == want.tokens
+    assert compare_logprobs(answer.logprobs, want.logprobs, FLOAT32_TOLERANCE).equal

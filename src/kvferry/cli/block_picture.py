@@ -84,7 +84,7 @@ def draw_blocks(layout: Layout, blocks: BlockRange) -> str:
     scene = _Scene(Canvas(WIDTH), layout, blocks, colours, BAR / widest)
     y = _head(scene)
     for frame, copies in frames[:FRAMES_DRAWN]:
-        y = _draw_frame(scene, frame, copies, y + 18)
+        y = _draw_frame(scene, frame, copies=copies, y=y + 18)
     if len(frames) > FRAMES_DRAWN:
         scene.canvas.text(LEFT, y + 22, f"and {len(frames) - FRAMES_DRAWN} more kinds of frames", face=NOTE)
         y += 30
@@ -117,11 +117,11 @@ def _legend(layout: Layout) -> list[Alike]:
     return list(first.values())
 
 
-def _draw_frame(scene: _Scene, frame: Frame, copies: Sequence[Frame], y: float) -> float:
+def _draw_frame(scene: _Scene, frame: Frame, *, copies: Sequence[Frame], y: float) -> float:
     indices = [c.layer_index for copy in copies for c in copy.components]
     alike_words = f", {len(copies)} frames alike" if len(copies) > 1 else ""
     if not frame.is_framed:
-        return _draw_pool(scene, frame, f"{name_layers(indices)}{alike_words}", y)
+        return _draw_pool(scene, frame, layers=f"{name_layers(indices)}{alike_words}", y=y)
     words = f"{name_layers(indices)}{alike_words}: {said(frame.stride)} for a block"
     scene.canvas.line((24, y), (WIDTH - 24, y))
     scene.canvas.text(24, y + 22, words, face=HEADING)
@@ -131,7 +131,7 @@ def _draw_frame(scene: _Scene, frame: Frame, copies: Sequence[Frame], y: float) 
     if scene.blocks.count > 1:
         y = _name_blocks(scene, frame, y)
     for group in frame.groups:
-        y = _draw_lane(scene, frame, group, y) + 8
+        y = _draw_lane(scene, frame, group=group, y=y) + 8
     y = _draw_ruler(scene, frame, y)
     for view in _pages(frame):
         y = draw_page(scene.canvas, _lensed(scene, view, y), view, scene.colour)
@@ -151,7 +151,7 @@ def _name_blocks(scene: _Scene, frame: Frame, y: float) -> float:
     return y + 14
 
 
-def _draw_lane(scene: _Scene, frame: Frame, group: int, y: float) -> float:
+def _draw_lane(scene: _Scene, frame: Frame, *, group: int, y: float) -> float:
     canvas, kind = scene.canvas, scene.layout.groups[group].kind
     members = frame.of_group(group)
     live = frame.live_in_block(group)
@@ -164,14 +164,14 @@ def _draw_lane(scene: _Scene, frame: Frame, group: int, y: float) -> float:
         if scene.blocks.first + place >= min(c.num_blocks for c in members):
             break
         for component in members:
-            _draw_component(scene, frame, component, place, Box(LEFT, y, *strips[component.key]))
+            _draw_component(scene, frame, component=component, place=place, strip=Box(LEFT, y, *strips[component.key]))
     for place in range(1, scene.blocks.count):
         x = LEFT + place * frame.stride * scene.scale
         canvas.line((x, y - 4), (x, y + HEIGHT + 4), stroke=INK)
     return y + HEIGHT
 
 
-def _draw_component(scene: _Scene, frame: Frame, component: Component, place: int, strip: Box) -> None:
+def _draw_component(scene: _Scene, frame: Frame, *, component: Component, place: int, strip: Box) -> None:
     """``strip.width`` and ``strip.height`` say which part of the bar's height is the component's."""
     colour, scale = scene.colour(component), scene.scale
     start = LEFT + (component.address - frame.origin + place * frame.stride) * scale
@@ -189,13 +189,13 @@ def _draw_component(scene: _Scene, frame: Frame, component: Component, place: in
     width = component.last_in_block * scale
     words = fit((*wordings, sized, component.component), width)
     if component.pages > 1 and words:
-        _plate(scene.canvas, Box(start, top, width, height), words, colour)
+        _plate(scene.canvas, Box(start, top, width, height), words=words, colour=colour)
     else:
         face = Face(size=12, fill="#ffffff", anchor="middle", bold=True)
         scene.canvas.text(start + width / 2, top + height / 2 + 4, words, face=face)
 
 
-def _plate(canvas: Canvas, box: Box, words: str, colour: str) -> None:
+def _plate(canvas: Canvas, box: Box, *, words: str, colour: str) -> None:
     """A label on ground of its own, so that page boundaries do not run through it."""
     wide = len(words) * 7.2 + 14
     middle = box.x + box.width / 2
@@ -260,7 +260,7 @@ def _lensed(scene: _Scene, view: PageView, y: float) -> Box:
     return box
 
 
-def _draw_pool(scene: _Scene, frame: Frame, layers: str, y: float) -> float:
+def _draw_pool(scene: _Scene, frame: Frame, *, layers: str, y: float) -> float:
     """A block whose bytes are spread: the whole pool, other blocks in grey."""
     canvas = scene.canvas
     canvas.line((24, y), (WIDTH - 24, y))

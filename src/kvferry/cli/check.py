@@ -76,7 +76,7 @@ def check_command(
     max_file_mb: Annotated[int, typer.Option(min=1, help="Refuse a larger input file.")] = MAX_FILE_MB,
 ) -> None:
     """Say whether two sides can be planned, and what a block would cost."""
-    paths = _sides(files or [], producer or [], consumer or [])
+    paths = _sides(files or [], producer or [], consumer=consumer or [])
     limit = FileLimit(max_file_mb)
     try:
         producers, consumers = (read_side(side, limit) for side in paths)
@@ -91,7 +91,9 @@ def check_command(
         _show(report, paths)
 
 
-def _sides(files: Sequence[Path], producer: Sequence[Path], consumer: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+def _sides(
+    files: Sequence[Path], producer: Sequence[Path], *, consumer: Sequence[Path]
+) -> tuple[list[Path], list[Path]]:
     if files and (producer or consumer):
         raise typer.BadParameter("give two files, or --producer and --consumer, not both")
     if files and len(files) != 2:

@@ -77,7 +77,7 @@ def _show(report: LayoutReport, path: Path) -> None:
 
 
 def _groups(report: LayoutReport) -> Table:
-    table = _table("groups", ("group", "kind", "layers"), ("tokens per block", "blocks", *_BYTES))
+    table = _table("groups", ("group", "kind", "layers"), right=("tokens per block", "blocks", *_BYTES))
     for g in report.groups:
         per = ("one block a request", "") if g.live_bytes_per_token is None else (
             _pair(g.live_bytes_per_token, g.padded_bytes_per_token),
@@ -110,7 +110,7 @@ def _notes(report: LayoutReport) -> list[str]:
 
 def _components(report: LayoutReport) -> Table:
     headings = ("layers", "component", "group", "holds", "content")
-    table = _table("components (bytes of one layer)", headings, ("pages", *_BYTES[:2]))
+    table = _table("components (bytes of one layer)", headings, right=("pages", *_BYTES[:2]))
     for c in report.components:
         pages = f"{c.pages:,} x {c.page_live_bytes:,}" + (f" every {c.page_stride:,}" if c.pages > 1 else "")
         per = "" if c.live_bytes_per_token is None else _number(c.live_bytes_per_token)
@@ -128,7 +128,7 @@ def _components(report: LayoutReport) -> Table:
 
 
 def _memory(storages: Sequence[StorageReport]) -> Table:
-    table = _table("memory", ("storage", "memory", "first region"), ("regions", "bytes", "reached", "coverage"))
+    table = _table("memory", ("storage", "memory", "first region"), right=("regions", "bytes", "reached", "coverage"))
     for place, s in enumerate(storages[:REGIONS_SHOWN]):
         address, nbytes = s.regions[0]
         table.add_row(
@@ -151,7 +151,7 @@ def _coverage(live: int | None, part: float | None) -> tuple[str, str]:
     return ("not counted", "") if live is None or part is None else (f"{live:,}", f"{part:.1%}")
 
 
-def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+def _table(title: str, left: Sequence[str], *, right: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left")
     for heading in left:
         table.add_column(heading, overflow="fold")

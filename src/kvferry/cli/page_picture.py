@@ -42,7 +42,14 @@ def draw_page(canvas: Canvas, box: Box, view: PageView, colour: Callable[[Compon
     low = min(c.address for c in view.components)
     y = box.bottom + 15
     for component in view.components:
-        _draw_inside(canvas, box, component, box.width / view.nbytes, component.address - low, colour(component))
+        _draw_inside(
+            canvas,
+            box,
+            component=component,
+            scale=box.width / view.nbytes,
+            offset=component.address - low,
+            colour=colour(component),
+        )
         canvas.text(box.x, y, f"{component.component}: {_nesting(component)}", face=NOTE)
         y += 15
     return y + 6
@@ -64,34 +71,38 @@ def _outer_first(component: Component) -> Sequence[Axis]:
     return sorted((a for a in component.axes if a.count > 1), key=lambda a: -a.stride)
 
 
-def _draw_inside(canvas: Canvas, box: Box, component: Component, scale: float, offset: int, colour: str) -> None:
+def _draw_inside(canvas: Canvas, box: Box, *, component: Component, scale: float, offset: int, colour: str) -> None:
     axes = _outer_first(component)
     whole = _reach(axes, component.content.nbytes)
     area = Box(box.x + offset * scale, box.y, whole * scale, box.height)
     if not axes or axes[0].stride * scale < FINEST:
         canvas.rect(area, fill=colour, tip=_nesting(component))
-        _label(canvas, area, (_summary(component, axes), component.component), "#ffffff")
+        _label(canvas, area, wordings=(_summary(component, axes), component.component), fill="#ffffff")
         return
     outer, inner = axes[0], axes[1:]
     upper = Box(area.x, area.y, area.width, area.height * (0.5 if inner else 1))
     tones = (colour, shade(colour, 0.22))
-    for part in _draw_axis(canvas, upper, _Steps(component, outer, inner, scale), tones, "#ffffff"):
+    for part in _draw_axis(canvas, upper, steps=_Steps(component, outer, inner, scale), tones=tones, ink="#ffffff"):
         if inner:
             _draw_inner(
-                canvas, Box(part.x, part.bottom, part.width, area.bottom - part.bottom), component, inner, colour
+                canvas,
+                Box(part.x, part.bottom, part.width, area.bottom - part.bottom),
+                component=component,
+                axes=inner,
+                colour=colour,
             )
 
 
-def _draw_inner(canvas: Canvas, box: Box, component: Component, axes: Sequence[Axis], colour: str) -> None:
+def _draw_inner(canvas: Canvas, box: Box, *, component: Component, axes: Sequence[Axis], colour: str) -> None:
     axis = axes[0]
     scale = box.width / _reach(axes, component.content.nbytes)
     if axis.stride * scale < FINEST:
         canvas.rect(box, fill=shade(colour, 0.45), tip=_nesting(component))
         words = f"{_count(axis, component)}, {axis.stride:,} B apart"
-        _label(canvas, box, (words, _count(axis, component)), INK)
+        _label(canvas, box, wordings=(words, _count(axis, component)), fill=INK)
         return
     tones = (shade(colour, 0.42), shade(colour, 0.62))
-    _draw_axis(canvas, box, _Steps(component, axis, axes[1:], scale), tones, INK)
+    _draw_axis(canvas, box, steps=_Steps(component, axis, axes[1:], scale), tones=tones, ink=INK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +132,7 @@ class _Steps:
         return "", every
 
 
-def _draw_axis(canvas: Canvas, box: Box, steps: _Steps, tones: tuple[str, str], ink: str) -> list[Box]:
+def _draw_axis(canvas: Canvas, box: Box, *, steps: _Steps, tones: tuple[str, str], ink: str) -> list[Box]:
     """Segments in two tones, as many labelled as there is room for; returns their boxes."""
     width = _reach(steps.inner, steps.component.content.nbytes) * steps.scale
     before, every = steps.labels
@@ -148,7 +159,7 @@ def _reach(axes: Sequence[Axis], nbytes: int) -> int:
     return sum((a.count - 1) * a.stride for a in axes) + nbytes
 
 
-def _label(canvas: Canvas, box: Box, wordings: Sequence[str], fill: str) -> None:
+def _label(canvas: Canvas, box: Box, *, wordings: Sequence[str], fill: str) -> None:
     words = fit(wordings, box.width, face=LABEL)
     if words:
         canvas.text(box.x + box.width / 2, box.y + box.height / 2 + 4, words, face=Face(12, fill, "middle"))

@@ -203,10 +203,10 @@ def plan_command(
     if as_json:
         sys.stdout.write(msgspec.json.encode(plan_object(planned)).decode() + "\n")
     else:
-        _show(planned, producer, consumer)
+        _show(planned, producer, consumers=consumer)
 
 
-def _show(planned: Planned, producers: Sequence[Path], consumers: Sequence[Path]) -> None:
+def _show(planned: Planned, producers: Sequence[Path], *, consumers: Sequence[Path]) -> None:
     table = Table(title="kvferry plan")
     for heading in ("producer", "consumer"):
         table.add_column(heading)

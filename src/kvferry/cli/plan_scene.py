@@ -177,8 +177,8 @@ def windows_of(scene: Scene, key: Key) -> Windows:
         )
         if more > 0
     ]
-    src = _windows(scene, key, 0, near, producers)
-    dst = _windows(scene, key, 1, shown, consumers)
+    src = _windows(scene, key, side=0, entries=near, workers=producers)
+    dst = _windows(scene, key, side=1, entries=shown, workers=consumers)
     return Windows(src, dst, tuple(left_out))
 
 
@@ -207,7 +207,7 @@ def _touched(table: BlockTable, group: Group, positions: tuple[int, int]) -> lis
 
 
 def _windows(
-    scene: Scene, key: Key, side: int, entries: Sequence[_Entry], workers: Sequence[int]
+    scene: Scene, key: Key, *, side: int, entries: Sequence[_Entry], workers: Sequence[int]
 ) -> tuple[Window, ...]:
     """Block by block, all ranks of a block side by side, so that few ribbons cross."""
     name = ("producer", "consumer")[side]

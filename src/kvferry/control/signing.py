@@ -44,7 +44,7 @@ class Signer:
     def headers(self, method: str, path: str, body: bytes) -> dict[str, str]:
         """For one request; to be made anew when it is sent again."""
         when, nonce = str(int(self._clock())), secrets.token_hex(_NONCE_DIGITS // 2)
-        mac = _mac(self._key, _Order(method, path, body), when, nonce)
+        mac = _mac(self._key, _Order(method, path, body), when=when, nonce=nonce)
         return {HEADER: f"{_FORM} {when} {nonce} {mac}"}
 
 
@@ -77,7 +77,7 @@ class Verifier:
         if len(parts) != 4 or parts[0] != _FORM or not _is_hex(parts[2], _NONCE_DIGITS) or len(parts[1]) > 12:
             raise _unauthorized(f"the {HEADER} header has another form than this version's")
         _, when, nonce, mac = parts
-        if not _is_hex(mac, _MAC_DIGITS) or not self._is_signed(mac, order, when, nonce):
+        if not _is_hex(mac, _MAC_DIGITS) or not self._is_signed(mac, order, when=when, nonce=nonce):
             raise _unauthorized("the message authentication code is wrong: the sender has another secret")
         now = self._clock()
         # The time is that of a holder of the secret: it is a whole number, for nobody else could have signed it.
@@ -88,9 +88,9 @@ class Verifier:
             )
         self._take(nonce, now)
 
-    def _is_signed(self, mac: str, order: "_Order", when: str, nonce: str) -> bool:
+    def _is_signed(self, mac: str, order: "_Order", *, when: str, nonce: str) -> bool:
         """With the secret in use, or another that is known."""
-        return any(hmac.compare_digest(mac, _mac(key, order, when, nonce)) for key in self._keys)
+        return any(hmac.compare_digest(mac, _mac(key, order, when=when, nonce=nonce)) for key in self._keys)
 
     def _take(self, nonce: str, now: float) -> None:
         while self._taken and next(iter(self._taken.values())) < now:
@@ -112,7 +112,7 @@ class _Order:
     body: bytes
 
 
-def _mac(key: bytes, order: _Order, when: str, nonce: str) -> str:
+def _mac(key: bytes, order: _Order, *, when: str, nonce: str) -> str:
     head = f"{_FORM}\n{order.method}\n{order.path}\n{when}\n{nonce}\n".encode("utf-8", "surrogateescape")
     return hmac.new(key, head + order.body, hashlib.sha256).hexdigest()
 

@@ -70,7 +70,7 @@ class Descriptors:
         if len(set(sizes.values())) != 1:
             raise _refuse(f"descriptors: columns differ in length: {sizes}")
         if sizes["src"]:
-            _check_rows(rows["src"], rows["dst"], rows["nbytes"])
+            _check_rows(rows["src"], rows["dst"], nbytes=rows["nbytes"])
         return cls(**rows)
 
     @classmethod
@@ -101,7 +101,7 @@ class Descriptors:
         return self.count
 
 
-def _check_rows(src: Int64Array, dst: Int64Array, nbytes: Int64Array) -> None:
+def _check_rows(src: Int64Array, dst: Int64Array, *, nbytes: Int64Array) -> None:
     if (shortest := int(nbytes.min())) <= 0:
         row = int(nbytes.argmin())
         raise _refuse(f"descriptors: row {row} has {shortest} bytes, the least is 1")

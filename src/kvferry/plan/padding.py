@@ -132,13 +132,13 @@ def _by_cluster(end: Framed, start: Int64s, stop: Int64s) -> Iterator[tuple[Int6
 def _is_padding(frames: Frames, gaps: _Gaps, tables: Sequence[BlockTable]) -> Mask:
     """Which gaps hold no live byte of the groups that own their blocks."""
     one_frame = gaps.first == gaps.last
-    head = _misses(frames, gaps.first, (gaps.start, np.where(one_frame, gaps.stop, frames.stride)), tables)
-    tail = _misses(frames, gaps.last, (np.zeros_like(gaps.stop), gaps.stop), tables)
+    head = _misses(frames, gaps.first, part=(gaps.start, np.where(one_frame, gaps.stop, frames.stride)), tables=tables)
+    tail = _misses(frames, gaps.last, part=(np.zeros_like(gaps.stop), gaps.stop), tables=tables)
     padding: Mask = gaps.near & head & (one_frame | tail)
     return padding
 
 
-def _misses(frames: Frames, block: Int64s, part: tuple[Int64s, Int64s], tables: Sequence[BlockTable]) -> Mask:
+def _misses(frames: Frames, block: Int64s, *, part: tuple[Int64s, Int64s], tables: Sequence[BlockTable]) -> Mask:
     """Which parts of the frame of ``block`` hold no live byte of the group whose table lists the block."""
     found = np.zeros(block.size, dtype=np.bool_)
     for group, live in frames.live.items():

@@ -127,7 +127,7 @@ def classes_of(src: Placement, dst: Placement, moves: Sequence[Move]) -> tuple[C
         if found is None:
             groups = (src.groups[one.component.group], dst.groups[other.component.group])
             key = class_key(one.component, other.component, groups)
-            pattern = _pattern(one.component, other.component, move.box, key)
+            pattern = _pattern(one.component, other.component, box=move.box, key=key)
             found = known[alike] = pattern, strands.setdefault(key, [])
         found[1].append(found[0].strand(one, other))
     return tuple(ClassPlan(key, tuple(listed)) for key, listed in strands.items())
@@ -187,7 +187,7 @@ def _side(component: Component, group: Group, unit_rows: int) -> SideOfClass:
     return SideOfClass(component.group, group.block_tokens, component.block_stride, group.share, unit_map)
 
 
-def _pattern(src: Component, dst: Component, box: Box, key: ClassKey) -> _Pattern:
+def _pattern(src: Component, dst: Component, *, box: Box, key: ClassKey) -> _Pattern:
     src_at = dst_at = 0
     axes = []
     for mine, theirs, interval in zip(src.global_axes, dst.global_axes, box, strict=True):

@@ -117,8 +117,8 @@ def places_of(key: ClassKey, units: Int64s, request: TransferRequest) -> Places:
     src_table = request.producer[key.src.group]
     require(key.src, tokens, src_table)
     return Places(
-        _offsets(key.src, key.row_tokens, tokens, src_table),
-        _offsets(key.dst, key.row_tokens, tokens, request.consumer[key.dst.group]),
+        _offsets(key.src, key.row_tokens, tokens=tokens, table=src_table),
+        _offsets(key.dst, key.row_tokens, tokens=tokens, table=request.consumer[key.dst.group]),
     )
 
 
@@ -171,7 +171,7 @@ def missing_rank(share: ContextParallel, dst: SideOfClass, position: int) -> Pla
     )
 
 
-def _offsets(side: SideOfClass, row_tokens: int, tokens: Int64s, table: BlockTable) -> Int64s:
+def _offsets(side: SideOfClass, row_tokens: int, *, tokens: Int64s, table: BlockTable) -> Int64s:
     entry = (tokens - table.origin) // side.entry_tokens
     start = table.blocks[entry] * side.block_stride
     if side.unit_map is None:

@@ -95,7 +95,7 @@ def requests_of(pull: Pull) -> tuple[PulledRequest, ...]:
     """What a pull asks for. A request without a block is a release."""
     extension = pull.kvferry if isinstance(pull.kvferry, PullExtension) else None
     return tuple(
-        _pulled(request, transfer, blocks, extension.requests[request] if extension else None)
+        _pulled(request, transfer, blocks=blocks, positions=extension.requests[request] if extension else None)
         for request, (transfer, blocks) in pull.req_blocks.items()
     )
 
@@ -213,7 +213,7 @@ def _wire_blocks(table: Table) -> tuple[int, ...]:
 
 
 def _pulled(
-    request: str, transfer: str, blocks: tuple[tuple[int, ...], ...], positions: Positions | None
+    request: str, transfer: str, *, blocks: tuple[tuple[int, ...], ...], positions: Positions | None
 ) -> PulledRequest:
     if positions is None:
         tables = tuple(Table(first_token=None, blocks=group) for group in blocks)

@@ -110,29 +110,20 @@ def span_of(tables: Sequence[Table], rules: Sequence[GroupRule], published: Span
     return Span(min(start, published.stop), published.stop)
 
 
-def check_listed(tables: Sequence[Table], rules: Sequence[GroupRule], span: Span) -> None:
-    """Raise where a consumer lists no block for something that position ``span.stop``, its next one, looks at.
+def check_kept(rules: Sequence[GroupRule], wanted: Span, *, tokens: int, side: str) -> None:
+    """Raise where vLLM's connector at ``side`` has given back something that the last token of a prompt looks at.
 
-    What it found in its own cache it need not list; but only a cache that keeps all says where that ends.
+    ``wanted``: positions that are needed of it, up to that token; ``tokens``: how many it has computed, or will say
+    that it has when they came.
     """
-    start = span.start if any(rule.keeps_all for rule in rules) else 0
-    for table, rule in zip(tables, rules, strict=True):
-        if rule.is_state or rule.keeps_all:
-            continue
-        first = max(start, rule.looked_at_from(span.stop))
-        listed = (place for place, block in enumerate(table.blocks) if block is not None)
-        held = (table.first_token or 0) + next(listed, 0) * rule.block_tokens
-        if first < span.stop and held > first:
-            raise _given_back(first, "decode", held)
-
-
-def check_kept(rules: Sequence[GroupRule], span: Span, *, tokens: int) -> None:
-    """Raise where a producer that has computed ``tokens`` tokens has given back something of ``span`` that is looked
-    at."""
     for rule in rules:
-        first, kept = max(span.start, rule.looked_at_from(span.stop)), rule.kept_from(tokens)
-        if first < span.stop and kept > first:
-            raise _given_back(first, "prefill", kept)
+        first, kept = max(wanted.start, rule.looked_at_from(wanted.stop)), rule.kept_from(tokens)
+        if first < wanted.stop and kept > first:
+            raise RemoteProtocolError(
+                ProtocolReason.INCOMPATIBLE_PEER,
+                f"the last token of this prompt looks at position {first}, and vLLM's own connector at the {side} side "
+                f"keeps a window from position {kept} on",
+            )
 
 
 def list_blocks(tables: Sequence[Table], rules: Sequence[GroupRule], *, tokens: int) -> tuple[tuple[int, ...], ...]:
@@ -161,14 +152,6 @@ def _placed(blocks: Sequence[int], rule: GroupRule, tokens: int) -> Table:
         )
     first = (entries - len(blocks)) * rule.block_tokens
     return Table(first, tuple(None if block == NULL_BLOCK else block for block in blocks))
-
-
-def _given_back(position: int, side: str, kept: int) -> RemoteProtocolError:
-    return RemoteProtocolError(
-        ProtocolReason.INCOMPATIBLE_PEER,
-        f"the last token of this prompt looks at position {position}, and vLLM's own connector at the {side} side "
-        f"keeps a window from position {kept} on",
-    )
 
 
 def _listed(table: Table, rule: GroupRule, tokens: int) -> tuple[int, ...]:

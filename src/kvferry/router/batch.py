@@ -65,7 +65,7 @@ async def send_stream(relay: Relay, batch: Batch, send: Send) -> int:
     """Answer a streamed request; the status to count."""
     queue: asyncio.Queue[_Item] = asyncio.Queue(maxsize=1)
     async with asyncio.TaskGroup() as group:
-        pumps = [group.create_task(_pump(relay, piece, batch.call, queue)) for piece in batch.pieces]
+        pumps = [group.create_task(_pump(relay, piece, call=batch.call, queue=queue)) for piece in batch.pieces]
         try:
             return await _Writer(batch, send).write(queue)
         finally:
@@ -97,7 +97,7 @@ class _Ended:
 _Item: TypeAlias = _Began | _Event | _Broke | _Ended
 
 
-async def _pump(relay: Relay, piece: Piece, call: Call, queue: asyncio.Queue[_Item]) -> None:
+async def _pump(relay: Relay, piece: Piece, *, call: Call, queue: asyncio.Queue[_Item]) -> None:
     """Put what a piece brings into the queue. The queue is short: a slow client slows the engine down."""
     try:
         async with relay.streamed(piece, call) as opening, aclosing(opening.rest):

@@ -10,7 +10,7 @@ Needs no vLLM: whatever owns memory with a layout can be a producer or a consume
 from kvferry.runtime.fetches import Alternative, Fetch
 from kvferry.runtime.gate import Ready
 from kvferry.runtime.options import Bootstrap, RuntimeOptions, Timing, TransportFactory
-from kvferry.runtime.producer import Publication
+from kvferry.runtime.publications import Publication
 from kvferry.runtime.service import ConsumerRuntime, ProducerRuntime
 from kvferry.runtime.sides import Local, new_epoch
 from kvferry.runtime.tally import End, Interval, Receive, Write

@@ -75,7 +75,7 @@ def page_digest(
         sides = ((producer, peer.component), (consumer, placed.component))
         rows, entries = rows_of_pair(side, *sides, request)
         pages += entries
-        _hash_rows(total, source, rows, coordinates, binding)
+        _hash_rows(total, source, rows=rows, coordinates=coordinates, binding=binding)
     return PageDigest(total.hexdigest(), pages)
 
 
@@ -112,7 +112,7 @@ def rows_of_pair(
     positions = positions[_listed(positions, listed, ours)]
     if is_producer:
         positions = positions[_listed(positions, table, group)]
-    return _locate(source, group, table, positions)
+    return _locate(source, group, table=table, positions=positions)
 
 
 def _state_block(table: BlockTable, group: Group, stop: int) -> int | None:
@@ -148,7 +148,7 @@ def _listed(positions: _Int64s, table: BlockTable, group: Group) -> _Bools:
     return inside
 
 
-def _locate(component: Component, group: Group, table: BlockTable, positions: _Int64s) -> tuple[Rows, int]:
+def _locate(component: Component, group: Group, *, table: BlockTable, positions: _Int64s) -> tuple[Rows, int]:
     """Where ``component`` keeps ``positions``: each row once, in order of its first position."""
     from_first = positions - (table.first_token or 0)
     entry, inside = np.divmod(from_first, group.entry_tokens)
@@ -165,7 +165,12 @@ def _locate(component: Component, group: Group, table: BlockTable, positions: _I
 
 
 def _hash_rows(
-    total: "hashlib.blake2b", placed: Placed, rows: Rows, coordinates: Mapping[str, tuple[int, int]], binding: Binding
+    total: "hashlib.blake2b",
+    placed: Placed,
+    *,
+    rows: Rows,
+    coordinates: Mapping[str, tuple[int, int]],
+    binding: Binding,
 ) -> None:
     component = placed.component
     header = [*component.key, component.content.type, rows.block.size, sorted(coordinates.items())]

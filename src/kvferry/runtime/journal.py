@@ -214,14 +214,14 @@ class ConsumerJournal:
     def released(self, transfer: TransferId, request: RequestId, producer: Incarnation, rank: int) -> None:
         """Nothing was wanted of this transfer, and a producer rank was told so."""
         if self._report is not None:
-            line = self._blank(transfer, request, producer.engine_id, rank, Span(0, 0))
+            line = self._blank(transfer, request, peer=producer.engine_id, rank=rank, span=Span(0, 0))
             self._report.write(line.with_end(status=Fate.DONE.value, bytes=0, descriptors=0))
 
     def _line(self, fetched: Fetched, rank: int, placement: Placement) -> Line:
         ended = fetched.ended
         digest = self._digest(fetched, placement) if ended.outcome.fate is Fate.DONE else None
         peer = fetched.producer.engine_id if fetched.producer else ""
-        return self._blank(ended.transfer, ended.request, peer, rank, fetched.span).with_end(
+        return self._blank(ended.transfer, ended.request, peer=peer, rank=rank, span=fetched.span).with_end(
             status=ended.outcome.fate.value,
             reason=None if ended.outcome.fate is Fate.DONE else said(ended.outcome),
             ms=fetched.wait_ms,
@@ -238,7 +238,7 @@ class ConsumerJournal:
         here = self._local
         return page_digest(placement, here.placement, request, side="consumer", binding=here.binding)
 
-    def _blank(self, transfer: TransferId, request: RequestId, peer: str, rank: int, span: Span) -> Line:
+    def _blank(self, transfer: TransferId, request: RequestId, *, peer: str, rank: int, span: Span) -> Line:
         return Line(
             transfer_id=transfer,
             request_id=request,

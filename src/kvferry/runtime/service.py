@@ -25,7 +25,8 @@ from kvferry.runtime.journal import ConsumerJournal, ProducerJournal
 from kvferry.runtime.loop import LoopThread
 from kvferry.runtime.network import ConsumerNetwork, ProducerNetwork
 from kvferry.runtime.options import RuntimeOptions
-from kvferry.runtime.producer import ProducerCore, Publication
+from kvferry.runtime.producer import ProducerCore
+from kvferry.runtime.publications import Publication
 from kvferry.runtime.report import Report
 from kvferry.runtime.sides import Local
 from kvferry.runtime.stories import StoryDoor

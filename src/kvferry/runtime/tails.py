@@ -28,13 +28,15 @@ def rests_of(request: TransferRequest, plan: Plan) -> Iterator[TransferRequest]:
     """The positions around those of ``request`` for which the blocks of both sides have room."""
     groups = plan.consumer_side.groups
     plain = [place for place, group in enumerate(groups) if group.kind == "attention" and not _is_cut(group)]
-    yield from _runs(request, plan, plain, None)
+    yield from _runs(request, plan, places=plain, cut=None)
     for place, group in enumerate(groups):
         if group.kind == "attention" and _is_cut(group):
-            yield from _runs(request, plan, [place], group)
+            yield from _runs(request, plan, places=[place], cut=group)
 
 
-def _runs(request: TransferRequest, plan: Plan, places: Sequence[int], cut: Group | None) -> Iterator[TransferRequest]:
+def _runs(
+    request: TransferRequest, plan: Plan, *, places: Sequence[int], cut: Group | None
+) -> Iterator[TransferRequest]:
     """Of these groups alone; ``cut``: the one group that they are, where only some of its positions are kept."""
     sides = ((plan.producer_side.groups, request.producer), (plan.consumer_side.groups, request.consumer))
     spans = [span for groups, tables in sides for place in places for span in _held(groups[place], tables[place])]

@@ -57,8 +57,10 @@ def suppose_consumer(pull: Pull, local: Local) -> BoundLayout:
     _check_layers(pull, mine, theirs, stages=local.pp_size)
     pages = {layer: _page_of(local, layer) for layer in theirs}
     if pull.remote_tp_size != local.tp_size:
-        pages = {layer: _page_there(layer, page, pull, local, mine[layer]) for layer, page in pages.items()}
-        mine = {layer: _scaled(mine[layer], _page_of(local, layer), page) for layer, page in pages.items()}
+        pages = {
+            layer: _page_there(layer, page, pull=pull, local=local, mine=mine[layer]) for layer, page in pages.items()
+        }
+        mine = {layer: _scaled(mine[layer], _page_of(local, layer), there=page) for layer, page in pages.items()}
     ratio = own.peer_block_size // own.peer_kernel_block_size
     strides = {
         layer: region.block_len * (1 if placement.groups[region.group].kind == "state" else ratio)
@@ -115,7 +117,7 @@ def _check_layers(pull: Pull, here: Mapping[str, CacheRegion], there: dict[str, 
             )
 
 
-def _check_page(mine: CacheRegion, theirs: CacheRegion, live: int, group: Group) -> None:
+def _check_page(mine: CacheRegion, theirs: CacheRegion, *, live: int, group: Group) -> None:
     if theirs.kv_block_len > theirs.block_len:
         raise _malformed(f"layer {theirs.layer!r}: {theirs.kv_block_len} bytes in blocks {theirs.block_len} apart")
     if theirs.kv_block_len < live or (group.kind != "state" and theirs.kv_block_len != mine.kv_block_len):
@@ -139,7 +141,7 @@ def _page_of(local: Local, layer: str) -> tuple[Component, ...]:
 
 
 def _page_there(
-    layer: str, page: Sequence[Component], pull: Pull, local: Local, mine: CacheRegion
+    layer: str, page: Sequence[Component], *, pull: Pull, local: Local, mine: CacheRegion
 ) -> tuple[Component, ...]:
     """The same components as a rank of another tensor parallel size holds them."""
     placed = [(component.address - mine.base, component) for component in page]
@@ -153,7 +155,7 @@ def _page_there(
     return tuple(of_rank(component, rank=pull.remote_tp_rank, size=pull.remote_tp_size) for component in page)
 
 
-def _scaled(region: CacheRegion, here: Sequence[Component], there: Sequence[Component]) -> CacheRegion:
+def _scaled(region: CacheRegion, here: Sequence[Component], *, there: Sequence[Component]) -> CacheRegion:
     """What our own region would be with the peer's number of heads."""
     moved = region.kv_block_len * heads_of(there) // heads_of(here)
     return replace(region, kv_block_len=moved)
@@ -165,7 +167,7 @@ def _moved_to(
     """Our component of this layer, where the consumer keeps it."""
     group, inside = groups[component.group], component.address - mine.base
     live = inside + component.content.nbytes + sum((axis.count - 1) * axis.stride for axis in component.axes)
-    _check_page(mine, theirs, live, group)
+    _check_page(mine, theirs, live=live, group=group)
     moved = structs.replace(component, address=theirs.base + inside)
     if group.kind == "state":
         return moved

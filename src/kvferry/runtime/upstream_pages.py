@@ -42,7 +42,7 @@ def check_heads(layer: str, page: Sequence[tuple[int, Component]], *, most_ranks
 
 def of_rank(component: Component, *, rank: int, size: int) -> Component:
     """A component of a checked page, as rank ``rank`` of ``size`` holds it."""
-    axes = tuple(_cut(axis, rank, size) if axis.name == "head" else axis for axis in component.axes)
+    axes = tuple(_cut(axis, rank, size=size) if axis.name == "head" else axis for axis in component.axes)
     return structs.replace(component, axes=axes)
 
 
@@ -70,7 +70,7 @@ def heads_of(page: Sequence[Component]) -> int:
     return max((axis.count for one in page for axis in one.axes if axis.name == "head"), default=1)
 
 
-def _cut(axis: Axis, rank: int, size: int) -> Axis:
+def _cut(axis: Axis, rank: int, *, size: int) -> Axis:
     if axis.total == 1:
         return axis
     count = axis.total // size

@@ -50,7 +50,7 @@ class UpstreamPuller:
         _check_blocks(own, local.placement)
         if wanted.start < wanted.stop:
             rules = rules_of(local.placement.groups, block_size=own.peer_block_size)
-            check_kept(rules, wanted, tokens=self._computed(wanted.stop))
+            check_kept(rules, wanted, tokens=self._computed(wanted.stop), side="prefill")
         tensor = paired_ranks(local.tp_rank, local.tp_size, others=grid.tp_size)
         if local.tp_size != grid.tp_size:
             _check_cut(own, local.placement, most_ranks=max(local.tp_size, grid.tp_size))

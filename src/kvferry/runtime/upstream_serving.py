@@ -15,7 +15,7 @@ from typing import Final
 from kvferry.errors import ProtocolReason, RemoteProtocolError
 from kvferry.layout import BoundLayout, regions_of
 from kvferry.protocol import Pull, PulledRequest, Span
-from kvferry.protocol.upstream import check_listed, paired_ranks, place_lists, pulls_awaited, span_of
+from kvferry.protocol.upstream import check_kept, paired_ranks, place_lists, pulls_awaited, span_of
 from kvferry.runtime.admission import Admitted
 from kvferry.runtime.options import UpstreamPeers
 from kvferry.runtime.plans import Plans, Recent
@@ -135,7 +135,8 @@ class UpstreamCounter:
             lists = [[block or 0 for block in table.blocks] for table in wanted.tables]
             tables = place_lists(lists, rules, tokens)
             span = span_of(tables, rules, published)
-            check_listed(tables, rules, span)
+            # Also what it found in its own cache: it gives that back with the rest when it asks for this.
+            check_kept(rules, Span(0, span.stop), tokens=tokens, side="decode")
             return replace(wanted, tables=tables, span=span)
 
         return read

@@ -75,14 +75,14 @@ def pages_of(job: Job, side: Side) -> list[Pages]:
     made: list[Pages] = []
     known: dict[tuple[object, ...], tuple[Rows, Int64s]] = {}
     cells = _cells(job)
-    found = [(cell, *_rows(cell, job, side, known)) for cell in cells]
+    found = [(cell, *_rows(cell, job, side=side, known=known)) for cell in cells]
     together = _entries_together([entries for _, _, entries in found])
     for cell, rows, entries in found:
         if not entries.size:
             continue
         starts = np.flatnonzero(np.diff(entries // together, prepend=-1))
         chosen = _chosen(starts.size, cell, job.ask)
-        made.append(_only(cell, rows, entries, starts, chosen))
+        made.append(_only(cell, rows, entries=entries, starts=starts, chosen=chosen))
     return made
 
 
@@ -99,7 +99,7 @@ def coordinates_of(cell: Cell) -> tuple[tuple[int, int], ...]:
 
 
 def _rows(
-    cell: Cell, job: Job, side: Side, known: dict[tuple[object, ...], tuple[Rows, Int64s]]
+    cell: Cell, job: Job, *, side: Side, known: dict[tuple[object, ...], tuple[Rows, Int64s]]
 ) -> tuple[Rows, Int64s]:
     """The rows of a cell in the memory of ``side``, and the entry of the consumer's table that each belongs to.
 
@@ -152,7 +152,7 @@ def _mixed(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
-def _only(cell: Cell, rows: Rows, entries: Int64s, starts: Int64s, chosen: Int64s) -> Pages:
+def _only(cell: Cell, rows: Rows, *, entries: Int64s, starts: Int64s, chosen: Int64s) -> Pages:
     """The chosen pages: their rows, one page after the other."""
     stops = np.append(starts[1:], entries.size)
     sizes = (stops - starts)[chosen]

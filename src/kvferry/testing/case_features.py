@@ -190,7 +190,7 @@ def _block_inside(part: Part) -> bool:
     return part.num_blocks > 1 and any(a.count > 1 and a.stride > part.block_stride for a in part.axes)
 
 
-def _strides(part: Part, outer: str, inner: str) -> bool:
+def _strides(part: Part, outer: str, *, inner: str) -> bool:
     found = {axis.name: axis for axis in part.axes if axis.count > 1}
     return outer in found and inner in found and found[outer].stride > found[inner].stride
 
@@ -341,9 +341,9 @@ _TESTS: dict[str, Callable[[Sides], bool]] = {
     "padded kernel block": lambda s: any(_padded_kernel(part) for part in s.parts()),
     "interleaved strides": lambda s: any(_interleaved(part) for part in s.parts()),
     "block inside an axis": lambda s: any(_block_inside(part) for part in s.parts()),
-    "head outside token": lambda s: any(_strides(part, "head", "token") for part in s.parts()),
-    "token outside head": lambda s: any(_strides(part, "token", "head") for part in s.parts()),
-    "keys by column": lambda s: any(_strides(part, "dim", "token") for part in s.parts()),
+    "head outside token": lambda s: any(_strides(part, "head", inner="token") for part in s.parts()),
+    "token outside head": lambda s: any(_strides(part, "token", inner="head") for part in s.parts()),
+    "keys by column": lambda s: any(_strides(part, "dim", inner="token") for part in s.parts()),
     "opaque rows": lambda s: any(part.content_type.startswith("opaque") for part in s.parts()),
     "rows of several tokens": lambda s: any(part.row_tokens > 1 for part in s.parts()),
     "several components in a layer": lambda s: any(

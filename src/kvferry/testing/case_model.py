@@ -197,7 +197,7 @@ def draw_groups(rng: random.Random, side: Side, layers: list[Layer], unit: int, 
         known = where.setdefault(layer.family, [])
         if not known or chance(rng, 15):
             known.append(len(side.groups))
-            side.groups.append(_draw_group(rng, side, layer, unit, common))
+            side.groups.append(_draw_group(rng, side, layer=layer, unit=unit, common=common))
         side.group_of[layer.name] = rng.choice(known)
         stage = layer.index * side.stages // len(layers)
         side.stages_of[layer.name] = list(range(side.stages)) if chance(rng, 15) else [stage]
@@ -205,7 +205,7 @@ def draw_groups(rng: random.Random, side: Side, layers: list[Layer], unit: int, 
         side.overlay = sorted(rng.sample(range(len(side.groups)), rng.randint(2, len(side.groups))))
 
 
-def _draw_group(rng: random.Random, side: Side, layer: Layer, unit: int, common: dict[object, int]) -> Group:
+def _draw_group(rng: random.Random, side: Side, *, layer: Layer, unit: int, common: dict[object, int]) -> Group:
     tokens = unit * rng.choice([1, 2, 2, 3, 4, 4, 6])
     tokens = common.setdefault(layer.family, tokens) if chance(rng, 45) else tokens
     ring = None
@@ -234,7 +234,7 @@ def _draw_split(rng: random.Random, side: Side, total: int) -> list[tuple[int, i
     if way == "all":
         return [(0, total)] * n
     if way == "overlap" and not side.is_producer:
-        return [_interval(rng, 0, total) for _ in range(n)]
+        return [_interval(rng, 0, high=total) for _ in range(n)]
     if n >= total:
         split = [(rank * total // n, 1) for rank in range(n)]
     else:
@@ -244,15 +244,15 @@ def _draw_split(rng: random.Random, side: Side, total: int) -> list[tuple[int, i
         split = [(a, b - a) for a, b in pairwise(edges)]
     if way != "overlap":
         return split
-    return [_widened(rng, start, count, total) for start, count in split]
+    return [_widened(rng, start, count=count, total=total) for start, count in split]
 
 
-def _interval(rng: random.Random, low: int, high: int) -> tuple[int, int]:
+def _interval(rng: random.Random, low: int, *, high: int) -> tuple[int, int]:
     start = rng.randint(low, high - 1)
     return start, rng.randint(1, high - start)
 
 
-def _widened(rng: random.Random, start: int, count: int, total: int) -> tuple[int, int]:
+def _widened(rng: random.Random, start: int, *, count: int, total: int) -> tuple[int, int]:
     first = rng.randint(max(0, start - 1), start)
     return first, rng.randint(start + count, min(total, start + count + 1)) - first
 

@@ -72,7 +72,7 @@ def draw_tables(rng: random.Random, side: Side, drafts: list[Draft]) -> Tables:
     for pool in pools:
         wanted = sum(sum(drafts[i].entries) for i in pool)
         size = max(1, wanted + rng.randint(0, 3))
-        ids = _ids(rng, wanted, size)
+        ids = _ids(rng, wanted, size=size)
         for i in pool:
             sizes[i] = size
             blocks = [ids.pop(0) if present else None for present in drafts[i].entries]
@@ -82,7 +82,7 @@ def draw_tables(rng: random.Random, side: Side, drafts: list[Draft]) -> Tables:
     return Tables(tables, sizes)
 
 
-def _ids(rng: random.Random, wanted: int, size: int) -> list[int]:
+def _ids(rng: random.Random, wanted: int, *, size: int) -> list[int]:
     if chance(rng, 45):
         first = rng.randint(0, size - wanted)
         ids = list(range(first, first + wanted))

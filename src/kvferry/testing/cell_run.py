@@ -141,7 +141,7 @@ class _Run:
     def between_ourselves(self) -> CellResult:
         """Two kvferry engines: digests from both ends."""
         pair = self.fleet.pair("prefill", "decode")
-        problems = list(_not_as_said(self.cell, pair.prefill, pair.decode))
+        problems = list(_not_as_said(self.cell, pair.prefill, decode=pair.decode))
         served = _serve(pair, self.baseline.references)
         transfers = wait_for_reports([self.report], [s.transfer_id for s in served], TIMEOUT_S)
         for reference, answer in zip(self.baseline.references, served, strict=True):
@@ -281,7 +281,7 @@ def _serve(pair: Pair, references: Sequence[Reference]) -> list[Served]:
     return [*served, pair.generate(last.tokens, max_tokens=last.max_tokens, name=last.name)]
 
 
-def _not_as_said(cell: Cell, prefill: Engine, decode: Engine) -> Iterator[str]:
+def _not_as_said(cell: Cell, prefill: Engine, *, decode: Engine) -> Iterator[str]:
     """Where the engines are not what the cell says. (Workers of a parallel engine cannot be looked into.)"""
     for engine, block, tp in zip((prefill, decode), block_sizes(cell), cell.tp.sizes, strict=True):
         facts = engine.inspect()

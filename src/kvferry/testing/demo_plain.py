@@ -124,11 +124,16 @@ def _run(scenario: Scenario, transport: str, report: Path) -> list[Checked]:
         stdin.flush()
         consumer = ConsumerRuntime(_local(memory, CONSUMER), options)
         try:
-            ended = _fetch_all(consumer, scenario, transfers, Source(PRODUCER, f"http://{HOST}:{port}"))
+            ended = _fetch_all(
+                consumer, scenario, transfers=transfers, source=Source(PRODUCER, f"http://{HOST}:{port}")
+            )
         finally:
             consumer.close()
         reports = wait_for_reports([report], transfers.values(), TIMEOUT_S)
-    rows = [_checked(scenario, memory, number, ended, reports[t]) for number, t in enumerate(transfers.values())]
+    rows = [
+        _checked(scenario, memory, number=number, ended=ended, transfer=reports[t])
+        for number, t in enumerate(transfers.values())
+    ]
     stray = memory.untouched_outside([job.consumer for job in scenario.jobs])
     if stray:
         rows[0] = replace(rows[0], problems=(*rows[0].problems, f"{stray} stray bytes written"))
@@ -136,7 +141,7 @@ def _run(scenario: Scenario, transport: str, report: Path) -> list[Checked]:
 
 
 def _fetch_all(
-    consumer: ConsumerRuntime, scenario: Scenario, transfers: dict[str, TransferId], source: Source
+    consumer: ConsumerRuntime, scenario: Scenario, *, transfers: dict[str, TransferId], source: Source
 ) -> dict[Ticket, FetchEnded]:
     for number, job in enumerate(scenario.jobs):
         tables = tuple(_table(t) for t in job.consumer.tables)
@@ -151,7 +156,7 @@ def _fetch_all(
 
 
 def _checked(
-    scenario: Scenario, memory: MarkedMemory, number: int, ended: dict[Ticket, FetchEnded], transfer: Transfer
+    scenario: Scenario, memory: MarkedMemory, *, number: int, ended: dict[Ticket, FetchEnded], transfer: Transfer
 ) -> Checked:
     job = scenario.jobs[number]
     end = ended.get(Ticket(number))

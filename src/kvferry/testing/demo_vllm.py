@@ -133,7 +133,7 @@ def run_demo(
         stage = Stage(root, view, forge or stack.enter_context(warm_forge(root / "forge.log")), transport)
         for name in cells:
             try:
-                _run_cell(name, CELLS[name], stage, tally)
+                _run_cell(name, CELLS[name], stage=stage, tally=tally)
             except EngineError as error:
                 tally.problems.append(f"{name}: {error}")
                 _show_logs(view, root / name)
@@ -143,7 +143,7 @@ def run_demo(
     return 0 if tally.requests and not tally.problems else 1
 
 
-def _run_cell(name: str, cell: DemoCell, stage: Stage, tally: Tally) -> None:
+def _run_cell(name: str, cell: DemoCell, *, stage: Stage, tally: Tally) -> None:
     view, folder = stage.view, stage.folder / name
     view.stage(f"{name}: building a tiny {cell.model.name} model (random weights, no download)")
     model = build_model(cell.model, stage.folder / "models")

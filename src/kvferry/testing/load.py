@@ -51,7 +51,7 @@ def crowd(
             for index, name in enumerate(names):
                 producer.tell("publish", transfer=name, tokens=16, salt=index)
             consumer.events[:0] = [first] if first else []
-        return _count([producer], consumer, names, began)
+        return _count([producer], consumer, names=names, began=began)
     finally:
         producer.close()
         consumer.close()
@@ -81,7 +81,7 @@ def many_to_one(producers: int, requests: int, *, transport: str = "cma") -> Loa
                 names.append(name)
                 source.tell("publish", transfer=name, tokens=64, salt=salt)
                 consumer.tell("fetch", transfer=name, tokens=64, salt=salt, source=[source.engine, source.url])
-        return _count(sources, consumer, names, began)
+        return _count(sources, consumer, names=names, began=began)
     finally:
         for ferry in (*sources, consumer):
             ferry.close()
@@ -111,7 +111,7 @@ def one_to_many(consumers: int, requests: int, *, transport: str = "cma") -> Loa
                 sink.tell("fetch", transfer=name, tokens=64, salt=salt, source=[source.engine, source.url])
                 source.tell("publish", transfer=name, tokens=64, salt=salt)
         parts = [
-            _count([source], sink, [f"many-{turn}-{index}" for turn in range(requests)], began)
+            _count([source], sink, names=[f"many-{turn}-{index}" for turn in range(requests)], began=began)
             for index, sink in enumerate(sinks)
         ]
         fates = sum((Counter(part.fates) for part in parts), Counter())
@@ -122,7 +122,7 @@ def one_to_many(consumers: int, requests: int, *, transport: str = "cma") -> Loa
             ferry.close()
 
 
-def _count(producers: list[Ferry], consumer: Ferry, names: list[str], began: float) -> Loaded:
+def _count(producers: list[Ferry], consumer: Ferry, *, names: list[str], began: float) -> Loaded:
     fates: Counter[str] = Counter()
     for _ in names:
         end = consumer.wait("ended", seconds=240)

@@ -95,10 +95,10 @@ class MarkedMemory:
             group = self._local.groups[component.group]
             table = request.tables[component.group]
             if group.kind == "state":
-                yield from _state_parts(self.bytes, component, group, table, request)
+                yield from _state_parts(self.bytes, component, group=group, table=table, request=request)
             else:
-                first = _first(group, start, request.stop)
-                for part in _row_parts(self.bytes, component, group, table, first):
+                first = _first(group, start, stop=request.stop)
+                for part in _row_parts(self.bytes, component, group=group, table=table, first=first):
                     yield replace(part, salt=request.salt)
 
 
@@ -113,10 +113,10 @@ class _Part:
 
     def marks(self) -> Bytes:
         """What the bytes of ``view`` must be."""
-        return _marks(self.component, self.position, self.salt)
+        return _marks(self.component, self.position, salt=self.salt)
 
 
-def _first(group: Group, start: int, stop: int) -> int:
+def _first(group: Group, start: int, *, stop: int) -> int:
     if group.sliding_window is not None:
         start = max(start, stop - group.sliding_window)
     if group.chunk is not None and stop:
@@ -124,7 +124,7 @@ def _first(group: Group, start: int, stop: int) -> int:
     return start
 
 
-def _row_parts(memory: Bytes, component: Component, group: Group, table: BlockTable, first: int) -> Iterator[_Part]:
+def _row_parts(memory: Bytes, component: Component, *, group: Group, table: BlockTable, first: int) -> Iterator[_Part]:
     per_row = component.row_tokens
     origin = table.first_token or 0
     for entry in np.flatnonzero(table.held).tolist():
@@ -136,7 +136,7 @@ def _row_parts(memory: Bytes, component: Component, group: Group, table: BlockTa
 
 
 def _state_parts(
-    memory: Bytes, component: Component, group: Group, table: BlockTable, request: Tables
+    memory: Bytes, component: Component, *, group: Group, table: BlockTable, request: Tables
 ) -> Iterator[_Part]:
     stop = request.stop
     entry = 0 if table.first_token is None else (stop - 1 - table.first_token) // group.block_tokens
@@ -155,7 +155,7 @@ def _rows_of(memory: Bytes, component: Component, block: int) -> list[Bytes]:
     return [view[page, row] for page in range(shape[0]) for row in range(shape[1])]
 
 
-def _marks(component: Component, position: int, salt: int) -> Bytes:
+def _marks(component: Component, position: int, *, salt: int) -> Bytes:
     axes = component.global_axes
     seed = int.from_bytes(blake2b("/".join(component.key).encode(), digest_size=8).digest(), "little")
     place = np.zeros([a.count for a in axes], dtype=np.uint64)

@@ -112,7 +112,9 @@ class Clients:
         self._model = model
         self._named = named
         self._slots = asyncio.Semaphore(concurrency)
-        self._client = httpx.AsyncClient(timeout=ANSWER_S, trust_env=False, limits=httpx.Limits(max_connections=None))
+        # A connection each: one that was kept may be closed by the server just when the next request is written to it.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._client = httpx.AsyncClient(timeout=ANSWER_S, trust_env=False, limits=limits)
 
     async def all(self, asks: Iterable[Ask]) -> list[Got]:
         """Ask all, so many at a time, in order."""

@@ -57,7 +57,7 @@ def build_model(model: TinyModel, folder: Path, *, seed: int = 20240229) -> Path
     target.mkdir(parents=True, exist_ok=True)
     config = full_config(model)
     (target / "config.json").write_text(json.dumps(config, indent=1))
-    _write_weights(model, config, target, seed)
+    _write_weights(model, config, target=target, seed=seed)
     _write_tokenizer(target)
     done.touch()
     return target
@@ -90,7 +90,7 @@ def full_config(model: TinyModel) -> dict[str, Any]:
 # --- weights -----------------------------------------------------------------------------------------------------
 
 
-def _write_weights(model: TinyModel, config: Mapping[str, Any], target: Path, seed: int) -> None:
+def _write_weights(model: TinyModel, config: Mapping[str, Any], *, target: Path, seed: int) -> None:
     # torch and transformers take seconds to import: only the process that builds a model pays for them.
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -34,13 +34,19 @@ def plan_naively(
     turns = _count_turns(producers, consumers)
     pairs: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
     for index, consumer in enumerate(consumers):
-        for row in _rows(consumer, producers, request, rng):
-            holders = _holders(producers, row.part, row.box, row.position)
+        for row in _rows(consumer, producers, request=request, rng=rng):
+            holders = _holders(producers, row.part, box=row.box, position=row.position)
             producer = holders[turns[tuple(holders)].index(index) % len(holders)]
             source = _source_address(producers[producer], request, row)
             copies = pairs.setdefault((producer, index), [])
             nbytes = row.part["content"]["nbytes"]
-            pieces = _at_seams(source, row.address, nbytes, producers[producer]["regions"], consumer["regions"])
+            pieces = _at_seams(
+                source,
+                row.address,
+                nbytes=nbytes,
+                src_regions=producers[producer]["regions"],
+                dst_regions=consumer["regions"],
+            )
             copies += [(row.part["group"], *piece) for piece in pieces]
     transfers: list[Json] = [
         {
@@ -76,7 +82,7 @@ def _ring(file: Json, part: Json) -> tuple[int, int, int]:
     return ring["rank"], ring["size"], ring["interleave"]
 
 
-def _holds(file: Json, part: Json, box: Box, position: int) -> bool:
+def _holds(file: Json, part: Json, *, box: Box, position: int) -> bool:
     for axis in part["axes"]:
         if axis["name"] != "token" and not 0 <= box[axis["name"]] - axis["start"] < axis["count"]:
             return False
@@ -84,11 +90,11 @@ def _holds(file: Json, part: Json, box: Box, position: int) -> bool:
     return position < 0 or (position // interleave) % size == rank
 
 
-def _holders(producers: list[Json], part: Json, box: Box, position: int) -> list[int]:
+def _holders(producers: list[Json], part: Json, *, box: Box, position: int) -> list[int]:
     found = []
     for index, producer in enumerate(producers):
         other = _find(producer, part)
-        if other is not None and _holds(producer, other, box, position):
+        if other is not None and _holds(producer, other, box=box, position=position):
             found.append(index)
     return found
 
@@ -108,9 +114,9 @@ def _count_turns(producers: list[Json], consumers: list[Json]) -> dict[tuple[int
             rings = [_ring(file, one) for file, one in [(consumer, part), *others]]
             for box in _boxes(part):
                 for position in range(lcm(*(size * interleave for _, size, interleave in rings))):
-                    if not _holds(consumer, part, box, position):
+                    if not _holds(consumer, part, box=box, position=position):
                         continue
-                    holders = tuple(_holders(producers, part, box, position))
+                    holders = tuple(_holders(producers, part, box=box, position=position))
                     needing = turns.setdefault(holders, [])
                     if index not in needing:
                         needing.append(index)
@@ -120,7 +126,7 @@ def _count_turns(producers: list[Json], consumers: list[Json]) -> dict[tuple[int
 # ------------------------------------------------------------------------------------------------- positions to bytes
 
 
-def _address(part: Json, box: Box, block: int, index: int) -> int:
+def _address(part: Json, box: Box, *, block: int, index: int) -> int:
     """Of the row that holds the ``index``-th rank-local position of a block."""
     address: int = part["address"] + block * part["block_stride"]
     for axis in part["axes"]:
@@ -132,7 +138,7 @@ def _address(part: Json, box: Box, block: int, index: int) -> int:
     return address
 
 
-def _locate(file: Json, part: Json, table: Json, position: int) -> tuple[int, int, int] | None:
+def _locate(file: Json, part: Json, *, table: Json, position: int) -> tuple[int, int, int] | None:
     """(entry, block, rank-local index in the block) of a position that the rank holds, if the table lists it."""
     _, size, interleave = _ring(file, part)
     span = file["groups"][part["group"]]["block_tokens"] * size
@@ -142,11 +148,11 @@ def _locate(file: Json, part: Json, table: Json, position: int) -> tuple[int, in
     return entry, table["blocks"][entry], offset // (interleave * size) * interleave + offset % interleave
 
 
-def _state_block(file: Json, part: Json, table: Json, stop: int) -> int | None:
+def _state_block(file: Json, part: Json, *, table: Json, stop: int) -> int | None:
     if "first_token" not in table:
         block: int | None = table["blocks"][0] if table["blocks"] else None
         return block
-    located = _locate(file, part, table, stop - 1)
+    located = _locate(file, part, table=table, position=stop - 1)
     return None if located is None else located[1]
 
 
@@ -155,25 +161,25 @@ def _source_address(file: Json, request: Json, row: Row) -> int:
     assert part is not None
     table = request["producer"][part["group"]]
     if row.position < 0:
-        block = _state_block(file, part, table, request["tokens"]["stop"])
+        block = _state_block(file, part, table=table, stop=request["tokens"]["stop"])
         assert block is not None
-        return _address(part, row.box, block, 0)
-    located = _locate(file, part, table, row.position)
+        return _address(part, row.box, block=block, index=0)
+    located = _locate(file, part, table=table, position=row.position)
     assert located is not None
-    return _address(part, row.box, located[1], located[2])
+    return _address(part, row.box, block=located[1], index=located[2])
 
 
-def _rows(consumer: Json, producers: list[Json], request: Json, rng: random.Random | None) -> Iterator[Row]:
+def _rows(consumer: Json, producers: list[Json], *, request: Json, rng: random.Random | None) -> Iterator[Row]:
     for part in consumer["components"]:
         if all(_find(producer, part) is None for producer in producers):
             continue
         table = request["consumer"][part["group"]]
         stop = request["tokens"]["stop"]
         if consumer["groups"][part["group"]]["kind"] == "state":
-            block = _state_block(consumer, part, table, stop) if stop else None
+            block = _state_block(consumer, part, table=table, stop=stop) if stop else None
             if block is not None:
                 for box in _boxes(part):
-                    yield Row(part, box, -1, _address(part, box, block, 0))
+                    yield Row(part, box, -1, _address(part, box, block=block, index=0))
         elif table["blocks"]:
             for box in _boxes(part):
                 yield from _attention_rows(consumer, producers, request, part=part, box=box, rng=rng)
@@ -194,11 +200,11 @@ def _attention_rows(
     needed = set()
     end = table["first_token"] + len(table["blocks"]) * group["block_tokens"] * _ring(consumer, part)[1]
     for position in range(table["first_token"], end, tokens):
-        located = _locate(consumer, part, table, position)
-        if located is None or not _holds(consumer, part, box, position):
+        located = _locate(consumer, part, table=table, position=position)
+        if located is None or not _holds(consumer, part, box=box, position=position):
             continue
         entry, block, index = located
-        entries.setdefault(entry, []).append((position, _address(part, box, block, index)))
+        entries.setdefault(entry, []).append((position, _address(part, box, block=block, index=index)))
         if max(position, low) < min(position + tokens, stop):
             needed.add(position)
     for rows in entries.values():
@@ -206,16 +212,16 @@ def _attention_rows(
         for position, address in rows:
             if position not in needed:
                 may = busy and rng is not None and rng.random() < 0.5 and position >= start
-                if not may or not _listed(producers, request, part, box, position):
+                if not may or not _listed(producers, request, part=part, box=box, position=position):
                     continue
             yield Row(part, box, position, address)
 
 
-def _listed(producers: list[Json], request: Json, part: Json, box: Box, position: int) -> bool:
-    for index in _holders(producers, part, box, position):
+def _listed(producers: list[Json], request: Json, *, part: Json, box: Box, position: int) -> bool:
+    for index in _holders(producers, part, box=box, position=position):
         other = _find(producers[index], part)
         assert other is not None
-        if _locate(producers[index], other, request["producer"][other["group"]], position) is not None:
+        if _locate(producers[index], other, table=request["producer"][other["group"]], position=position) is not None:
             return True
     return False
 
@@ -233,7 +239,7 @@ def _room(address: int, regions: list[Json]) -> int:
 
 
 def _at_seams(
-    src: int, dst: int, nbytes: int, src_regions: list[Json], dst_regions: list[Json]
+    src: int, dst: int, *, nbytes: int, src_regions: list[Json], dst_regions: list[Json]
 ) -> list[tuple[int, int, int]]:
     pieces = []
     while nbytes:

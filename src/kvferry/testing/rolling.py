@@ -195,12 +195,12 @@ def roll(
     Between two of them, and at the end, the newest process and the others go on until it has seen ``answers``
     requests and so many have been answered.
     """
-    _go_on(places[0].now, load, answers, seconds)
+    _go_on(places[0].now, load, answers=answers, seconds=seconds)
     for place, spec in zip(places, specs, strict=True):
-        _go_on(place.replace(spec), load, answers, seconds)
+        _go_on(place.replace(spec), load, answers=answers, seconds=seconds)
 
 
-def _go_on(newest: Life, load: SteadyLoad, answers: int, seconds: float) -> None:
+def _go_on(newest: Life, load: SteadyLoad, *, answers: int, seconds: float) -> None:
     before = len(load.answers)
     load.wait_for(
         lambda: len(load.answers) >= before + answers and len(newest.seen()) >= answers,

@@ -69,7 +69,7 @@ class Server:
         self.command = tuple(command)
         self.url = url
         self.log = log
-        self._process = _start(self.command, log, environment, forge)
+        self._process = _start(self.command, log, environment=environment, forge=forge)
 
     @property
     def pid(self) -> int:
@@ -125,7 +125,7 @@ class Server:
 
 
 def _start(
-    command: Sequence[str], log: Path, environment: Mapping[str, str], forge: EngineForge | None
+    command: Sequence[str], log: Path, *, environment: Mapping[str, str], forge: EngineForge | None
 ) -> "subprocess.Popen[bytes] | ForgedProcess":
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:

@@ -121,7 +121,9 @@ class Soak:
         producer = self.producers[which]
         self._serial += 1
         name, salt, tokens = f"s{self._serial}", self._serial, self._random.randint(1, 260)
-        orders: list[Callable[[], object]] = [lambda: self._publish(producer, name, tokens, salt)] if publish else []
+        orders: list[Callable[[], object]] = (
+            [lambda: self._publish(producer, name, tokens=tokens, salt=salt)] if publish else []
+        )
         orders.append(
             lambda: self.consumer.tell(
                 "fetch", transfer=name, tokens=tokens, salt=salt, source=[producer.engine, producer.url]
@@ -133,7 +135,7 @@ class Soak:
         self._open[name] = which
         return name
 
-    def _publish(self, producer: Ferry, name: str, tokens: int, salt: int) -> float:
+    def _publish(self, producer: Ferry, name: str, *, tokens: int, salt: int) -> float:
         return producer.tell("publish", transfer=name, tokens=tokens, salt=salt)
 
     def _abort(self) -> None:

@@ -98,7 +98,7 @@ def _right_case(rng: random.Random) -> Case:
         drafts = [draw_draft(rng, side, group, start, stop) for group in side.groups]
         drawn = draw_tables(rng, side, drafts)
         tables.append(drawn.tables)
-        files.append(_draw_files(rng, side, _listed(rng, side, layers), drawn.num_blocks))
+        files.append(_draw_files(rng, side, listed=_listed(rng, side, layers), num_blocks=drawn.num_blocks))
     request: Json = {
         "format": "kvferry.request/1",
         "tokens": {"start": start, "stop": stop},
@@ -118,7 +118,7 @@ def _listed(rng: random.Random, side: Side, layers: list[Layer]) -> list[tuple[L
 
 
 def _draw_files(
-    rng: random.Random, side: Side, listed: list[tuple[Layer, Tensor]], num_blocks: list[int]
+    rng: random.Random, side: Side, *, listed: list[tuple[Layer, Tensor]], num_blocks: list[int]
 ) -> list[Json]:
     files = []
     for stage in range(side.stages):
@@ -175,12 +175,12 @@ def _draw_file(rng: random.Random, side: Side, shapes: list[Shape], *, stage: in
             "pcp_size": 1,
         },
         "regions": draw_regions(rng, bounds, shapes),
-        "groups": [_group_json(side, index, rank) for index in range(len(side.groups))],
+        "groups": [_group_json(side, index, rank=rank) for index in range(len(side.groups))],
         "components": [shape.part for shape in shapes],
     }
 
 
-def _group_json(side: Side, index: int, rank: int) -> Json:
+def _group_json(side: Side, index: int, *, rank: int) -> Json:
     group = side.groups[index]
     value: Json = {"kind": group.kind, "block_tokens": group.block_tokens}
     if group.kind == "attention":

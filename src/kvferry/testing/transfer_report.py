@@ -62,7 +62,7 @@ class Transfer:
             if line.status != "done"
         ]
         for ranks in sorted(sides["producer"].keys() | sides["consumer"].keys()):
-            found += _differences(ranks, sides["producer"].get(ranks), sides["consumer"].get(ranks))
+            found += _differences(ranks, sides["producer"].get(ranks), consumer=sides["consumer"].get(ranks))
         return tuple(found) if sides["producer"] or sides["consumer"] else ("nothing was reported",)
 
     @property
@@ -110,7 +110,7 @@ def _is_idle(line: Line) -> bool:
     return line.side == "producer" and line.status == "done" and line.start == line.stop and line.bytes == 0
 
 
-def _differences(ranks: tuple[int, int], producer: Line | None, consumer: Line | None) -> list[str]:
+def _differences(ranks: tuple[int, int], producer: Line | None, *, consumer: Line | None) -> list[str]:
     name = f"{ranks[0]}->{ranks[1]}"
     if producer is None or consumer is None:
         return [f"{name}: no report of the {'producer' if producer is None else 'consumer'}"]

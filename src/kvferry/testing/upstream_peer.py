@@ -100,10 +100,14 @@ class ScriptedConsumer:
 
     def pull(self, address: str, message: Pull) -> "zmq.Socket[bytes]":
         """Send a pull on a connection of its own."""
+        return self.send(address, encode(message))
+
+    def send(self, address: str, data: bytes) -> "zmq.Socket[bytes]":
+        """The same, of bytes: a newer release writes fields that our record does not have."""
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(address)
-        socket.send(encode(message))
+        socket.send(data)
         self._sockets.append(socket)
         return socket
 
@@ -111,7 +115,7 @@ class ScriptedConsumer:
         """All replies up to one that ends the pull, or that come in time."""
         found: list[Reply] = []
         deadline = time.monotonic() + within
-        while not (found and found[-1].status in (Status.FINISH, Status.ERROR)) and time.monotonic() < deadline:
+        while not (found and found[-1].status is not Status.CONTINUE) and time.monotonic() < deadline:
             if socket.poll(POLL_MS):
                 frames = socket.recv_multipart()
                 assert len(frames) == 1, "upstream reads one frame"

@@ -65,6 +65,22 @@ PEER_METHODS: Final = {
 }
 """What it does with them: one that changed must be read."""
 
+BACKENDS: Final = tuple(
+    f"v1/attention/backends/{name}.py"
+    for name in (
+        *("b12x", "cpu_attn", "flash_attn", "flash_attn_diffkv", "flashinfer", "flex_attention", "rocm_attn"),
+        *("rocm_aiter_unified_attn", "triton_attn", "triton_attn_diffkv", "mla/cpu_mla", "mla/cutlass_mla"),
+        *("mla/flashattn_mla", "mla/flashinfer_mla", "mla/flashinfer_mla_sparse", "mla/flashmla", "mla/indexer"),
+        *("mla/flashmla_sparse", "mla/rocm_aiter_mla", "mla/sparse_swa", "mla/tokenspeed_mla", "mla/triton_mla"),
+    )
+)
+"""Where the attention backends are whose order inside a page ``layouts/backends.py`` knows."""
+
+_ORDERS: Final = re.compile(
+    r"customize_spec|kv_cache_layouts|kernel_block_sizes|kv_cache_update$|split_kv_cache|shuffle|interleave|get_name"
+)
+"""Methods of theirs that decide it, or write a page."""
+
 LOOKED_AT: Final = {
     "v1/request.py": ("Request", "RequestStatus"),
     "v1/outputs.py": ("KVConnectorOutput",),
@@ -145,6 +161,8 @@ class Contract(msgspec.Struct, frozen=True):
     """Of vLLM's own connector: fields in their order, each with its default or nothing."""
     peer: dict[str, dict[str, Method]]
     """Methods of vLLM's own connector, by class."""
+    orders: dict[str, str]
+    """Digests of what the known attention backends do with a page, as ``class.method``."""
     imports: tuple[str, ...]
     """What ``kvferry.vllm`` imports of it and what is there, as ``module:name``."""
 
@@ -171,6 +189,7 @@ def read_contract(release: str, sources: Sources) -> Contract:
             if name in names
         },
         _methods_of(sources, PEER_METHODS),
+        dict(sorted(_orders(sources))),
         tuple(sorted({f"{module}:{name}" for module, name in imported_names(OURS) if defines(sources, module, name)})),
     )
 
@@ -233,6 +252,9 @@ def differences(old: Contract, new: Contract) -> Iterator[Difference]:
             for name in sorted(before.keys() | after.keys()):
                 if before.get(name) != after.get(name):
                     yield Difference(f"{owner}.{name}".strip("."), _change(before.get(name), after.get(name)))
+    for place in sorted(old.orders.keys() | new.orders.keys()):
+        if old.orders.get(place) != new.orders.get(place):
+            yield Difference(place, "another order of a page, perhaps")
     for owner in sorted(old.members):
         for name in sorted(set(old.members[owner]) - set(new.members.get(owner, ()))):
             yield Difference(f"{owner}.{name}", "gone")
@@ -309,6 +331,14 @@ def _called(sources: Sources, known: Mapping[str, ast.ClassDef], types: Fields) 
         for inner in tree.body:
             if isinstance(inner, ast.FunctionDef) and inner.name == name:
                 yield f"{module}:{name}", _shape(_method(inner))
+
+
+def _orders(sources: Sources) -> Iterator[tuple[str, str]]:
+    for path in BACKENDS:
+        for owner, node in _classes(sources, path).items():
+            for name, method in _methods(node).items():
+                if _ORDERS.search(name):
+                    yield f"{owner}.{name}", method.does
 
 
 def _shape(method: Method) -> Method:

@@ -124,7 +124,7 @@ class CmaTransport:
         table = RegionTable.of(regions)
         if table.regions:
             named.process.check_same_user()
-            check_receiver(lambda at, words: _read_words(named.process, at, words), named.record, table.regions)
+            check_receiver(lambda at, words: _read_words(named.process, at, count=words), named.record, table.regions)
         return Peer(address, table)
 
     def submit(self, peer: Peer, descriptors: Descriptors) -> Progress:
@@ -181,11 +181,11 @@ class CmaTransport:
             )
 
 
-def _read_words(peer: ProcessIdentity, address: int, count: int) -> Int64Array:
+def _read_words(peer: ProcessIdentity, address: int, *, count: int) -> Int64Array:
     """So many words of the peer's memory; raises when they are not all there."""
     words = np.zeros(count, np.int64)
     here, there = (np.array([[at, words.nbytes]], np.uint64) for at in (words.ctypes.data, address % (1 << 64)))
-    moved = _vm_call("process_vm_readv", peer, here.view(np.int64), there.view(np.int64))
+    moved = _vm_call("process_vm_readv", peer, here=here.view(np.int64), there=there.view(np.int64))
     if moved != words.nbytes:
         raise TransportError(
             TransportReason.NOT_REGISTERED, f"process {peer.pid} has no {words.nbytes} bytes at {address:#x}"
@@ -204,7 +204,7 @@ def _write(peer: ProcessIdentity, descriptors: Descriptors, progress: Progress) 
         progress.handed(count)
         landed = False
         try:
-            _write_rows(peer, here[rows], there[rows])
+            _write_rows(peer, here[rows], there=there[rows])
             # The last rows count only when the peer was there to receive them.
             if start + count == len(here):
                 peer.check_alive()
@@ -213,10 +213,10 @@ def _write(peer: ProcessIdentity, descriptors: Descriptors, progress: Progress) 
             progress.landed(count) if landed else progress.over(count)
 
 
-def _write_rows(peer: ProcessIdentity, here: Int64Array, there: Int64Array) -> None:
+def _write_rows(peer: ProcessIdentity, here: Int64Array, *, there: Int64Array) -> None:
     """Write all rows, going on where a call stopped short (the kernel moves at most 2 GiB a call)."""
     while len(here):
-        written = _vm_call("process_vm_writev", peer, here, there)
+        written = _vm_call("process_vm_writev", peer, here=here, there=there)
         ends = np.cumsum(here[:, 1])
         full = int(np.searchsorted(ends, written, side="right"))
         if full == len(here):
@@ -227,7 +227,7 @@ def _write_rows(peer: ProcessIdentity, here: Int64Array, there: Int64Array) -> N
         there[0] += (part, -part)
 
 
-def _vm_call(call: _Call, peer: ProcessIdentity, here: Int64Array, there: Int64Array) -> int:
+def _vm_call(call: _Call, peer: ProcessIdentity, *, here: Int64Array, there: Int64Array) -> int:
     """One system call; returns the bytes moved, at least one."""
     peer.check_alive()
     here, there = np.ascontiguousarray(here), np.ascontiguousarray(there)

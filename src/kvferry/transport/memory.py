@@ -151,7 +151,7 @@ class MemorySubmission:
         elif not self._faults.stopped:
             stop = min(self._next + self._step, self._rows.count)
             self._progress.handed(stop - self._next)
-            _copy(self._rows, self._next, stop)
+            _copy(self._rows, self._next, stop=stop)
             self._progress.landed(stop - self._next)
             self._next = stop
 
@@ -164,7 +164,7 @@ class MemorySubmission:
 
         def land() -> None:
             if not self._progress.quiet and not self._faults.dead:
-                _copy(self._rows, start, stop)
+                _copy(self._rows, start, stop=stop)
 
         self._faults.late.append(land)
 
@@ -256,7 +256,7 @@ class MemoryTransport:
             )
 
 
-def _copy(rows: Descriptors, start: int, stop: int) -> None:
+def _copy(rows: Descriptors, start: int, *, stop: int) -> None:
     # A loop on purpose: the reference does the obvious thing, and the fast transports are compared with it.
     chosen = slice(start, stop)
     columns = (rows.dst[chosen].tolist(), rows.src[chosen].tolist(), rows.nbytes[chosen].tolist())

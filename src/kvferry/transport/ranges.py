@@ -73,7 +73,9 @@ def check_descriptors(descriptors: Descriptors, local: RegionTable, peer: Region
     for name, table, addresses in (("src", local, descriptors.src), ("dst", peer, descriptors.dst)):
         row = table.outside(addresses, descriptors.nbytes)
         if row is not None:
-            raise TransportError(TransportReason.OUT_OF_RANGE, _outside(name, row, descriptors, table))
+            raise TransportError(
+                TransportReason.OUT_OF_RANGE, _outside(name, row, descriptors=descriptors, table=table)
+            )
     if _writes_twice(descriptors.dst, descriptors.nbytes):
         raise TransportError(
             TransportReason.INVALID_DESCRIPTORS,
@@ -81,7 +83,7 @@ def check_descriptors(descriptors: Descriptors, local: RegionTable, peer: Region
         )
 
 
-def _outside(name: str, row: int, descriptors: Descriptors, table: RegionTable) -> str:
+def _outside(name: str, row: int, *, descriptors: Descriptors, table: RegionTable) -> str:
     address = int(getattr(descriptors, name)[row])
     owner = "this process" if name == "src" else "the peer"
     known = ", ".join(describe(region) for region in table.regions[:4]) or "none"

@@ -227,7 +227,7 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
             continue
         if key not in known:
             raise ConfigError(ConfigReason.UNKNOWN_OPTION, _unknown(key, [*known, *IGNORED]))
-        chosen[key] = _checked(key, value, known[key])
+        chosen[key] = _checked(key, value, hint=known[key])
     return Config(**chosen)
 
 
@@ -245,7 +245,7 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _checked(key: str, value: object, hint: object) -> object:
+def _checked(key: str, value: object, *, hint: object) -> object:
     """``value`` if it has the type of the option; whole numbers are taken where a float is meant."""
     allowed = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     for one in allowed:

@@ -8,12 +8,15 @@ can be given up by looking through one file. So far that is little; 0.33 beside 
   <kvferry.vllm.connector.FerryConnector.supports_sleep_mode>`); 0.32 does not, so the connector asks itself.
 * ``update_state_after_alloc`` of a request may come some steps later than its blocks, and never, if it is aborted
   before. Nothing is promised before it, so there is nothing to do.
+* Two attention backends may order a page in another way than their name says (:func:`order_of`): ROCM_ATTN interleaves
+  its values where a fused kernel writes them, ROCM_AITER_UNIFIED_ATTN shuffles keys and values on one GPU. Such a page
+  moves between equal workers only. In 0.32 neither does.
 * With a draft model ``wait_for_save`` comes after the draft has computed, behind the results of the step.
 """
 
 import logging
 import re
-from typing import Final
+from typing import Any, Final
 
 from kvferry.errors import ConfigError, ConfigReason
 
@@ -48,6 +51,20 @@ def check_release(version: str) -> None:
         )
     elif release > TRIED[-1]:
         logger.warning("vLLM %s is newer than what kvferry is tested with (%s)", version, _named())
+
+
+ORDER_FLAGS: Final = {"_use_interleaved_v_cache": "interleaved-v", "_shuffle_kv_layout": "shuffled"}
+"""By attribute of a layer's implementation: what it says of the order of a page, when it is true."""
+
+
+def order_of(backend: str, layer: Any) -> str:
+    """The name under which the order of a layer's page is known: its backend's, with what differs from that.
+
+    The flags are set before caches exist: vLLM decides while it profiles the model.
+    """
+    implementation = getattr(layer, "impl", None)
+    marks = [mark for flag, mark in ORDER_FLAGS.items() if getattr(implementation, flag, False)]
+    return "+".join([backend, *marks])
 
 
 def _named() -> str:

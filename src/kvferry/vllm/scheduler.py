@@ -123,7 +123,7 @@ class FerryScheduler:
         computed here, since a fetch would be refused."""
         computed = upstream_tokens(self._shape.kinds, stop=wanted.stop, prompt_tokens=request.num_prompt_tokens)
         try:
-            check_kept(self._upstream_rules, wanted, tokens=computed)
+            check_kept(self._upstream_rules, wanted, tokens=computed, side="prefill")
         except RemoteProtocolError as error:
             logger.info("request %s: its prompt is computed here: %s", request.request_id, error.message)
             return False

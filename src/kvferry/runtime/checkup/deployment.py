@@ -6,12 +6,13 @@ default. What a setting makes irrelevant is said too, so that nobody waits for a
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
 from kvferry.runtime.checkup.addresses import HostAddress, LocalAddress, resolve_host, route_address
 from kvferry.runtime.checkup.records import Choice, Finding, Verdict
+from kvferry.runtime.upstream_caches import Declared
 from kvferry.transport.engine_settings import DEVICE_PROTOCOLS, engine_ports, engine_variables, parse_variables
 
 VARIABLES: Final = ("VLLM_HOST_IP", "VLLM_MOONCAKE_BOOTSTRAP_PORT")
@@ -49,6 +50,8 @@ class Deployment:
     """Which engines of vLLM's own MooncakeConnector may be peers, in words."""
     upstream_assumed: tuple[str, ...] = ()
     """What such a peer has as this engine has it, since nothing else is declared."""
+    upstream_declared: Declared = field(default_factory=Declared)
+    """What is declared of such a peer."""
     upstream_networks: tuple[str, ...] = ()
     """Networks of such peers that are listed by hand."""
     secret_file: str | None = None

@@ -49,7 +49,7 @@ def examine(
         check_exposure(deployment, host, here),
         check_doors(deployment, host),
         *software,
-        *(_to_self(deployment, host, transport, missing) for transport in TRANSPORTS),
+        *(_to_self(deployment, host, transport=transport, missing=missing) for transport in TRANSPORTS),
         *((_to_peer(deployment, host, peer),) if peer else ()),
         *((check_upstream(upstream, deployment.upstream_declared),) if upstream else ()),
     )
@@ -66,7 +66,7 @@ def way_of(deployment: Deployment, host: HostAddress) -> Way:
     return Way(deployment.transport, host.ip, deployment.protocol, deployment.device)
 
 
-def _to_self(deployment: Deployment, host: HostAddress, transport: str, missing: frozenset[str]) -> Finding:
+def _to_self(deployment: Deployment, host: HostAddress, *, transport: str, missing: frozenset[str]) -> Finding:
     name = f"marker page over {transport}"
     if transport in missing:
         return Finding(name, Verdict.SKIPPED, f"not sent: there is no {transport} engine, see above")

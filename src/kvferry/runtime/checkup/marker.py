@@ -161,7 +161,7 @@ def _write_marker(line: Line, way: Way) -> Delivery:
         seconds = []
         for _ in range(ROUNDS):
             page[:] = np.frombuffer(os.urandom(PAGE), np.uint8)
-            seconds.append(_write(engine, str(target.get("address", "")), here, there))
+            seconds.append(_write(engine, str(target.get("address", "")), here=here, there=there))
             line.say(digests=digest_parts(page), seconds=seconds[-1])
             if line.hear().get("equal") is not True:
                 raise TransportError(TransportReason.ENGINE_FAULT, "the other side says that its page is another")
@@ -198,7 +198,7 @@ def _receive_marker(line: Line, way: Way) -> Delivery:
         engine.close()
 
 
-def _write(engine: Transport, address: str, here: Region, there: Region) -> float:
+def _write(engine: Transport, address: str, *, here: Region, there: Region) -> float:
     began = time.perf_counter()
     peer = engine.open_peer(address, [there])
     submission = engine.submit(peer, Descriptors.of([here.address], [there.address], [PAGE]))

@@ -201,12 +201,12 @@ class _Reader:
         paging = self._paging(layer, tensor)
         check_page(view, _page_spec(spec), paging, layer=layer.name)
         backend = self.model.backend(layer.name, spec)
-        page = self._page(layer, view, backend, paging.kernel_blocks)
+        page = self._page(layer, view, backend=backend, ratio=paging.kernel_blocks)
         page, paging = _as_cut(page, paging, backend)
         for part in parts_of(page):
-            yield _component(layer, part, view.address, paging)
+            yield _component(layer, part, address=view.address, paging=paging)
 
-    def _page(self, layer: _Layer, view: View, backend: Backend, ratio: int) -> Page:
+    def _page(self, layer: _Layer, view: View, *, backend: Backend, ratio: int) -> Page:
         spec = layer.spec
         return Page(
             layer=layer.name,
@@ -239,7 +239,7 @@ class _Reader:
         nbytes = layer.spec.unpadded_page_size_bytes
         tp = self.model.tp
         axis = shard_axis(Heads(tp.rank, 1, tp.size), nbytes)
-        yield _component(layer, Part("ring", 0, (axis,), Content(nbytes, kind)), view.address, paging)
+        yield _component(layer, Part("ring", 0, (axis,), Content(nbytes, kind)), address=view.address, paging=paging)
 
     def _state(self, layer: _Layer, cache: Any) -> Iterator[Component]:
         tensors, spec = _tensors(cache), self.model.state(layer.name, layer.spec)
@@ -253,7 +253,7 @@ class _Reader:
         if live > view.strides[0] or not view.is_dense_inside:
             raise _refused(layer.name, f"a state of {live} bytes in blocks of shape {view.shape}, {view.strides}")
         for part in state_parts(spec):
-            yield _component(layer, part, view.address, paging)
+            yield _component(layer, part, address=view.address, paging=paging)
 
 
 def _page_spec(spec: Any) -> PageSpec:
@@ -280,7 +280,7 @@ def _as_cut(page: Page, paging: Paging, backend: Backend) -> tuple[Page, Paging]
     return replace(page, rows=rows, tokens=tokens), split_further(paging, pieces, rows * page.row_stride)
 
 
-def _component(layer: _Layer, part: Part, address: int, paging: Paging) -> Component:
+def _component(layer: _Layer, part: Part, *, address: int, paging: Paging) -> Component:
     return Component(
         layer=layer.name,
         layer_index=layer.index,

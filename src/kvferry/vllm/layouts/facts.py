@@ -18,6 +18,7 @@ from kvferry.errors import ConfigError, ConfigReason
 from kvferry.layout import Parallel
 from kvferry.vllm.layouts.heads import Heads, TensorRank, heads_of, replicated
 from kvferry.vllm.layouts.state import StateSpec, StateTensor
+from kvferry.vllm.releases import order_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,7 +61,8 @@ class Model:
         if layer is None:
             return Backend("unknown", kernel, cache, ())
         backend = layer.get_attn_backend()
-        return Backend(backend.get_name(), kernel, cache, tuple(backend.get_supported_kernel_block_sizes(spec)))
+        order = order_of(backend.get_name(), layer)
+        return Backend(order, kernel, cache, tuple(backend.get_supported_kernel_block_sizes(spec)))
 
     def _cache_type(self, layer: Any, spec: Any) -> str:
         plain = torch_name(spec.dtype)

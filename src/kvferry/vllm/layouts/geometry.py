@@ -95,7 +95,7 @@ def check_page(view: View, spec: PageSpec, paging: Paging, *, layer: str) -> Non
             f"{where}: a page of {spec.page_nbytes} bytes and {spec.block_tokens} tokens is not divisible by "
             f"its {ratio} kernel blocks"
         )
-    _check_length(view, spec, paging, where)
+    _check_length(view, spec, paging=paging, where=where)
     kernel_tokens = spec.block_tokens // ratio
     states = Fraction(kernel_tokens) / spec.state_tokens
     _same(where, "slots", view.shape[1], spec.slots)
@@ -108,7 +108,7 @@ def check_page(view: View, spec: PageSpec, paging: Paging, *, layer: str) -> Non
         )
 
 
-def _check_length(view: View, spec: PageSpec, paging: Paging, where: str) -> None:
+def _check_length(view: View, spec: PageSpec, *, paging: Paging, where: str) -> None:
     """The bytes that one kernel block would move must fit between it and the next one."""
     stride = view.strides[0]
     apart = spec.slots > 1 and view.strides[1] >= stride * view.shape[0]

@@ -65,16 +65,16 @@ def state_parts(spec: StateSpec) -> tuple[Part, ...]:
     offset = 0
     for place, state in enumerate(spec.states):
         if place == cut.conv:
-            parts += _conv_parts(spec, state, cut.sections(spec), offset)
+            parts += _conv_parts(spec, state, sections=cut.sections(spec), offset=offset)
         elif place == cut.recurrent:
-            parts.append(_recurrent_part(spec, state, cut.axis, offset))
+            parts.append(_recurrent_part(spec, state, axis=cut.axis, offset=offset))
         else:
             parts.append(_record(spec, f"record.{place}", offset=offset, nbytes=state.nbytes))
         offset += state.nbytes
     return tuple(parts)
 
 
-def _conv_parts(spec: StateSpec, state: StateTensor, sections: tuple[_Section, ...], offset: int) -> Iterator[Part]:
+def _conv_parts(spec: StateSpec, state: StateTensor, *, sections: tuple[_Section, ...], offset: int) -> Iterator[Part]:
     if len(state.shape) != 2:
         raise _refused(spec, f"a convolution state of shape {state.shape} has not two axes")
     channels, taps = state.shape if spec.channels_first else state.shape[::-1]
@@ -94,7 +94,7 @@ def _conv_parts(spec: StateSpec, state: StateTensor, sections: tuple[_Section, .
         first += held.count
 
 
-def _recurrent_part(spec: StateSpec, state: StateTensor, axis: str, offset: int) -> Part:
+def _recurrent_part(spec: StateSpec, state: StateTensor, *, axis: str, offset: int) -> Part:
     nbytes = prod(state.shape[1:]) * state.itemsize
     held = _cut(spec, state.shape[0])
     inner = "x".join(str(n) for n in state.shape[1:])
