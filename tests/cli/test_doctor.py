@@ -123,3 +123,12 @@ def test_a_peer_that_is_not_there_is_one() -> None:
     done = doctor("--config", config(transport="cma"), "--host", "127.0.0.1", "--peer", address, "--json")
     assert done.returncode == 1
     assert found(done)[f"marker page to {address}"]["facts"] == {"reason": "peer-unreachable"}
+
+
+def test_an_engine_under_vllms_own_connector_that_does_not_tell_is_one() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    words = ("--config", config(transport="cma", upstream_peer={"block_size": 32}), "--host", "127.0.0.1")
+    done = doctor(*words, "--upstream-peer", url, "--json")
+    assert done.returncode == 1
+    told = found(done)[f"upstream peer at {url}"]
+    assert (told["verdict"], told["facts"]) == ("failed", {"reason": "peer-lost"})

@@ -16,7 +16,7 @@ from kvferry.runtime.options import UpstreamPeers
 from kvferry.runtime.plans import Plans
 from kvferry.runtime.upstream_caches import CacheRegion, Declared
 from kvferry.runtime.upstream_serving import UpstreamCounter
-from kvferry.testing.layouts import page, state
+from kvferry.testing.layouts import page, side_by_side, state
 from kvferry.testing.upstream_peer import caches_of, pull_of, receiver_of
 
 from .upstream_memory import ROW, Memory, check, local_of, move, rows_of, side
@@ -227,3 +227,28 @@ def test_a_page_of_the_wrong_length_for_its_tensor_parallel_size_is_refused() ->
     shown = replace(receiver_of(caches_of(source.layout, block_size=16), "127.0.0.1:1"), tp_size=2)
     with pytest.raises(FerryError, match="a kernel block of 512 bytes there, of 256"):
         counter.admit(pull_of(shown, {"d": ("t", [[1]])}), transport="mooncake")
+
+
+@pytest.mark.parametrize("cached", [0, 2])
+@pytest.mark.parametrize(("tokens", "refused"), [(62, False), (63, True), (64, False)])
+def test_a_prompt_of_whose_window_the_consumer_gives_back_a_block_is_refused(
+    tokens: int, cached: int, *, refused: bool
+) -> None:
+    """Of 63 tokens that it counts as computed it keeps a window from position 32 on, wherever that came from."""
+    parts = [page("l0", tokens=16, nbytes=ROW), page("l1", tokens=16, nbytes=ROW, group=1)]
+    groups = [Group("attention", 16), Group("attention", 16, sliding_window=31)]
+    source, target = (Memory.of(side_by_side(parts, base=0), groups, filled=filled) for filled in (True, False))
+    local = local_of([source], 0, block=16)
+    counter = UpstreamCounter(local, Plans(local.placements), UpstreamPeers.parse("allow"))
+    shown = receiver_of(caches_of(target.layout, block_size=16), "127.0.0.1:1")
+    kept = (tokens - 31) // 16
+    lists = [[1, 2, 3, 4][cached:], [4, 5, 6, 7][max(cached, kept) :]]
+    pull = pull_of(shown, {"d": ("t", lists)})
+    admitted = counter.admit(pull, transport="mooncake")
+    assert admitted.lists is not None
+    (wanted,) = requests_of(pull)
+    if refused:
+        with pytest.raises(FerryError, match="looks at position 31, and .* at the decode side"):
+            admitted.lists(wanted, Span(0, tokens - 1), tokens)
+    else:
+        assert admitted.lists(wanted, Span(0, tokens - 1), tokens).span == Span(cached * 16, tokens - 1)
