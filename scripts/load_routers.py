@@ -49,6 +49,7 @@ def spec_of(role: Role, connector: Connector, folder: Path) -> ServeSpec:
         "transfer_report": str(folder / "transfers.jsonl"),
         "debug_socket_dir": str(folder / "debug"),
         "publish_timeout": float(UNFETCHED_S),
+        "silence_timeout": 30.0,  # four servers on two cores: a peer that has no time for some seconds is not dead
     }
     return ServeSpec(
         f"{role}-{connector}",

@@ -1,6 +1,7 @@
 """What is said of a vLLM release before anything is built on it."""
 
 import logging
+import sys
 from collections.abc import Iterator
 from fractions import Fraction
 
@@ -8,7 +9,7 @@ import pytest
 
 from kvferry.errors import ConfigError, ConfigReason
 from kvferry.vllm.layouts import Heads, Page, parts_of
-from kvferry.vllm.releases import ORDER_FLAGS, TRIED, check_release, order_of
+from kvferry.vllm.releases import ORDER_FLAGS, TRIED, order_of, refuse_old, warn_of_untried
 
 
 @pytest.fixture(autouse=True)
@@ -22,14 +23,16 @@ def heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1rc1", "0.33.0+cpu", "0.33.7"])
 def test_a_release_that_was_tried_is_taken_silently(version: str, caplog: pytest.LogCaptureFixture) -> None:
-    check_release(version)
+    refuse_old(version)
+    warn_of_untried(version)
     assert caplog.messages == []
 
 
 @pytest.mark.parametrize(("version", "said"), [("0.34.0", "newer"), ("1.0.0", "newer"), ("dev", "does not say")])
 def test_what_was_not_tried_is_used_with_a_warning(version: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "kvferry"):
-        check_release(version)
+        refuse_old(version)
+        warn_of_untried(version)
     assert len(set(caplog.messages)) == 1
     assert said in caplog.text
     assert f"{TRIED[0][0]}.{TRIED[0][1]}" in caplog.text
@@ -38,8 +41,20 @@ def test_what_was_not_tried_is_used_with_a_warning(version: str, said: str, capl
 @pytest.mark.parametrize("version", ["0.31.9", "0.9.2"])
 def test_what_is_too_old_is_refused_by_name(version: str) -> None:
     with pytest.raises(ConfigError, match=rf"vLLM {version}.*0\.32 or newer") as refused:
-        check_release(version)
+        refuse_old(version)
     assert refused.value.reason is ConfigReason.MISSING_DEPENDENCY
+
+
+def test_it_is_refused_before_anything_is_imported_that_it_may_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    import kvferry.vllm
+    import vllm
+
+    assert kvferry.vllm.FerryConnector.__name__ == "FerryConnector"
+    monkeypatch.setattr(vllm, "__version__", "0.31.2")
+    monkeypatch.delitem(sys.modules, "kvferry.vllm.connector", raising=False)
+    with pytest.raises(ConfigError, match=r"vLLM 0\.31\.2"):
+        kvferry.vllm.FerryConnector  # noqa: B018
+    assert "kvferry.vllm.connector" not in sys.modules
 
 
 class Implementation:

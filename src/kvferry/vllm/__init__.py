@@ -18,6 +18,10 @@ __all__ = ["Config", "FerryConnector", "parse_config"]
 def __getattr__(name: str) -> Any:
     # vLLM takes the class from here by name. The options, and the geometry of layouts, need no vLLM to be imported.
     if name == "FerryConnector":
+        from kvferry.vllm.releases import refuse_old
+        from vllm import __version__ as vllm_release
+
+        refuse_old(vllm_release)
         from kvferry.vllm.connector import FerryConnector
 
         return FerryConnector

@@ -25,7 +25,7 @@ from kvferry.vllm.config import ignored_options, parse_config
 from kvferry.vllm.endpoint import check_parallel, check_sleep_mode
 from kvferry.vllm.holds import BlockHolds
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata
-from kvferry.vllm.releases import check_release
+from kvferry.vllm.releases import warn_of_untried
 from kvferry.vllm.scheduler import FerryScheduler
 from kvferry.vllm.statistics import FerryPromMetrics, FerryStats
 from kvferry.vllm.tables import read_cache_shape
@@ -59,7 +59,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         log_as_vllm_does()
-        check_release(vllm_release)
+        warn_of_untried(vllm_release)
         extra = self._kv_transfer_config.kv_connector_extra_config
         self._config = parse_config(extra)
         for option, why in ignored_options(extra).items():

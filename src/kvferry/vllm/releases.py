@@ -39,16 +39,21 @@ def release_of(version: str) -> Release | None:
     return None if release == (0, 0) else release
 
 
-def check_release(version: str) -> None:
-    """Refuse a release that is too old; say of one that is newer than the tests that it is."""
+def refuse_old(version: str) -> None:
+    """Raise for a release that is too old; asked before anything is imported that such a release may lack."""
     release = release_of(version)
-    if release is None:
-        logger.warning("this vLLM does not say its release (%s); kvferry is tested with %s", version, _named())
-    elif release < TRIED[0]:
+    if release is not None and release < TRIED[0]:
         raise ConfigError(
             ConfigReason.MISSING_DEPENDENCY,
             f"vLLM {version}: this connector needs {TRIED[0][0]}.{TRIED[0][1]} or newer",
         )
+
+
+def warn_of_untried(version: str) -> None:
+    """Say of a release that the tests do not know it."""
+    release = release_of(version)
+    if release is None:
+        logger.warning("this vLLM does not say its release (%s); kvferry is tested with %s", version, _named())
     elif release > TRIED[-1]:
         logger.warning("vLLM %s is newer than what kvferry is tested with (%s)", version, _named())
 
