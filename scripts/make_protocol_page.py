@@ -38,10 +38,10 @@ nothing, because such an event came late, came twice, or is about something that
    that was held up connects to them anew, and would reach the memory of whatever engine had them. Over `cma`, where
    nothing on the receiving side can stop a writer, only the end of the writer's process is proof, or its own word. A
    stopped process has neither: it is between two system calls, and goes on with the next one when it is continued, so
-   its state in `/proc` proves nothing. Its blocks stay
-   held, the proof is tried again every `fence_latest`, and fetches from it are refused. With `quarantined_blocks` held
-   (the option `quarantine_max_fraction`) every new fetch is refused, by name, until a proof comes: the process ends, or
-   goes on and says that it has given up. Blocks are never given back unproven.
+   its state in `/proc` proves nothing. Its blocks stay held, the proof is tried again every `fence_latest`, and fetches
+   from it are refused. With `quarantined_blocks` held (the option `quarantine_max_fraction`) every new fetch is
+   refused, by name, until a proof comes: the process ends, or goes on and says that it has given up. Blocks are never
+   given back unproven.
 5. **At most one write for each (transfer, consumer rank).** A pull that comes twice is refused the second time, and not
    before the first is quiet; a producer that has no room to keep it until then does not answer it, since the first is
    answered. A pull that was refused for want of room stays refused. No write begins for a transfer that is over.
