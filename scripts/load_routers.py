@@ -34,6 +34,9 @@ ROUTER = Path(__file__).parents[1] / ".venv-router" / "bin" / "vllm-router"
 UNFETCHED_S = 30
 """How long a prompt waits for its decode engine: longer than any here does."""
 
+PATIENT = ("--connect-timeout", "30")
+"""Of a router: what listens may be slow to accept on a machine that four servers share."""
+
 WAYS: dict[str, tuple[Connector, Connector]] = {
     "kvferry": ("ferry", "ferry"),
     "from-upstream": ("upstream", "ferry"),
@@ -88,7 +91,14 @@ def routers(
 ) -> Iterator[tuple[str, AbstractContextManager[str]]]:
     for name in wanted:
         log = folder / f"{name}.log"
-        yield name, (serve_router(served, log=log) if name == "kvferry" else serve_vllm_router(served, ROUTER, log=log))
+        yield (
+            name,
+            (
+                serve_router(served, log=log, arguments=PATIENT)
+                if name == "kvferry"
+                else serve_vllm_router(served, ROUTER, log=log)
+            ),
+        )
 
 
 def main() -> int:
