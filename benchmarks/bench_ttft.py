@@ -184,7 +184,12 @@ def measure(rounds: int, *, folder: Path, seed: int, into: Timings) -> None:
 def page(timings: Timings, *, starts: int, rounds: int, load: Sequence[float]) -> str:
     middle = statistics.median
     rows = [
-        [str(length), *(f"{timings.median(arm, length):.1f}" for arm in ARMS), _against(timings, length)]
+        [
+            str(length),
+            *(f"{timings.median(arm, length):.1f}" for arm in ARMS),
+            _against(timings, length),
+            _apart(timings, length),
+        ]
         for length in LENGTHS
     ]
     shares = [
@@ -198,7 +203,17 @@ def page(timings: Timings, *, starts: int, rounds: int, load: Sequence[float]) -
         for length, found in timings.shares.items()
     ]
     return PAGE_TEXT.format(
-        times=_table(["prompt tokens", "one engine", "pair, kvferry", "pair, upstream", "kvferry / upstream"], rows),
+        times=_table(
+            [
+                "prompt tokens",
+                "one engine",
+                "pair, kvferry",
+                "pair, upstream",
+                "kvferry / upstream",
+                "kvferry - upstream, same round",
+            ],
+            rows,
+        ),
         shares=_table(
             ["prompt tokens", "MiB", "planning", "handshake", "transfer", "waiting", "prefill engine", "decode engine"],
             shares,
@@ -223,6 +238,13 @@ _SHARES: tuple[Callable[[Share], float], ...] = (
 
 def _against(timings: Timings, length: int) -> str:
     return f"{timings.median('kvferry', length) / timings.median('upstream', length):.2f}"
+
+
+def _apart(timings: Timings, length: int) -> str:
+    """Mean of the differences inside a round, and its standard error, in milliseconds."""
+    pairs = zip(timings.seconds["kvferry", length], timings.seconds["upstream", length], strict=True)
+    apart = [(mine - theirs) * 1e3 for mine, theirs in pairs]
+    return f"{statistics.mean(apart):+.2f} ± {statistics.stdev(apart) / len(apart) ** 0.5:.2f}"
 
 
 def _spread(timings: Timings) -> str:
@@ -264,7 +286,9 @@ own computing differs by some percent.
 
 {times}
 
-Above 1 in the last column kvferry is the slower one. Where the time goes with kvferry, medians in milliseconds:
+Above 1 in the last column but one kvferry is the slower one. The last column is the mean of the differences inside a
+round, with its standard error: a difference of less than twice that may be chance. Where the time goes with kvferry,
+medians in milliseconds:
 
 {shares}
 
