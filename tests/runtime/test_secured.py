@@ -151,7 +151,11 @@ def test_any_other_pair_is_refused_by_name_with_the_remedy(
     assert words in (end.outcome.detail or "")
 
 
-def knock(address: str, message: object, keys: CurveKeys | None = None) -> Reply | None:
+SILENCE_S = 1.5
+"""Without a word for so long, nobody answers."""
+
+
+def knock(address: str, message: object, keys: CurveKeys | None = None, *, wait_s: float = 20.0) -> Reply | None:
     """One message and its answer, from a socket that is no Link; ``None`` when nobody answers."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
@@ -161,7 +165,7 @@ def knock(address: str, message: object, keys: CurveKeys | None = None) -> Reply
             socket.setsockopt(zmq.CURVE_SECRETKEY, keys.client.hidden)
         socket.connect(address)
         socket.send(encode(message))  # type: ignore[arg-type]
-        return decode_reply(socket.recv()) if socket.poll(1500) else None
+        return decode_reply(socket.recv()) if socket.poll(round(wait_s * 1000)) else None
 
 
 def bare(**more: Any) -> Pull:
@@ -192,7 +196,7 @@ def test_the_card_tells_of_the_secure_door_and_of_no_other(tmp_path: Path) -> No
         text = json.dumps(entry)
         assert SECRET not in text
         assert keys.server.public.decode() not in text
-        assert knock(entry["worker_addr"]["0"]["0"], HELLO) is None
+        assert knock(entry["worker_addr"]["0"]["0"], HELLO, wait_s=SILENCE_S) is None
         assert knock(entry["worker_addr"]["0"]["0"], HELLO, keys) is not None
 
 
@@ -213,7 +217,7 @@ def test_the_plain_door_is_for_listed_networks_and_speaks_no_word_of_ours(tmp_pa
 def test_the_plain_door_does_not_open_to_other_networks(tmp_path: Path) -> None:
     with Deployment(tmp_path / "log", {"secret": SECRET, "upstream": ["10.0.0.0/8"]}) as producer:
         plain = producer.entry()["worker_addr"]["0"]["0"]
-        assert knock(plain, bare()) is None
+        assert knock(plain, bare(), wait_s=SILENCE_S) is None
         assert "not in upstream_peers (10.0.0.0/8)" in producer.log.read_text()
 
 
@@ -289,7 +293,7 @@ def test_nothing_secret_is_logged_at_start_in_failures_or_at_the_end(
         with Deployment(tmp_path / name, {"secret": SECRET}) as producer, consumer(ours) as (runtime, _):
             producer.publish("t")
             said.append(repr(outcome(runtime, producer.url)))
-            knock(producer.entry()["worker_addr"]["0"]["0"], HELLO)
+            knock(producer.entry()["worker_addr"]["0"]["0"], HELLO, wait_s=SILENCE_S)
             httpx.post(f"{producer.url}/register", content=b"{}", trust_env=False)
             time.sleep(0)
         said.append((tmp_path / name).read_text())

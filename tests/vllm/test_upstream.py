@@ -184,7 +184,7 @@ def test_unequal_tensor_parallel_sizes(
 ) -> None:
     """Text and pages, both ways; but upstream would write states wrongly, so these are not asked of it."""
     if recipe is QWEN3_NEXT and request.config.getoption("--cells") != "all":
-        pytest.skip("with --cells all")
+        pytest.skip("runs with --cells all")
     model = build_model(recipe, model_folder)
     block = 640 if recipe is QWEN3_NEXT else 64  # vLLM makes its attention page as large as its state
     cell = Cell(recipe, lengths=(2, 64, 65, 300))

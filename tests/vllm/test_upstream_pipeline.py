@@ -88,7 +88,7 @@ def test_unequal_pipelines(
     case: Case, tmp_path: Path, model_folder: Path, forge: EngineForge, request: pytest.FixtureRequest
 ) -> None:
     if not case.core and request.config.getoption("--cells") != "all":
-        pytest.skip("with --cells all")
+        pytest.skip("runs with --cells all")
     with fleet_of(case, tmp_path, model_folder, forge) as fleet:
         for length in LENGTHS:
             prompt = TEXT[:length]

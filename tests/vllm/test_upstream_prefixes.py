@@ -80,7 +80,7 @@ def boats(
     request: pytest.FixtureRequest, forge: EngineForge, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Boats]:
     if request.param[0] != request.param[1] and request.config.getoption("--cells") != "all":
-        pytest.skip("with --cells all")
+        pytest.skip("runs with --cells all")
     folder = tmp_path_factory.mktemp("prefixes")
     spec = EngineSpec(
         name="",
