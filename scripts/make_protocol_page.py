@@ -34,8 +34,9 @@ nothing, because such an event came late, came twice, or is about something that
    that are written, the one that it writes to, since over sockets bytes that had left land all the same. A closed
    socket, memory that was unregistered, or a lost connection prove nothing.
 4. **One fence for each doubt.** A consumer has one receive engine for each life of each producer. In doubt it destroys
-   that one, and nobody else's transfers notice. The ports of that engine are not used again by this process: a writer
-   that was held up connects to them anew, and would reach the memory of whatever engine had them. Over `cma`, where
+   that one, and nobody else's transfers notice. The ports of that engine are taken by no other on this host as long as
+   this process lives: a writer that was held up connects to them anew, and would reach the memory of whatever engine
+   had them, of a neighbouring rank too. Over `cma`, where
    nothing on the receiving side can stop a writer, only the end of the writer's process is proof, or its own word. A
    stopped process has neither: it is between two system calls, and goes on with the next one when it is continued, so
    its state in `/proc` proves nothing. Its blocks stay held, the proof is tried again every `fence_latest`, and fetches

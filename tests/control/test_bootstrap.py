@@ -206,6 +206,25 @@ def test_a_client_says_what_is_wrong_with_a_service() -> None:
     run(main)
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["", "127.0.0.1:1", "http://", "http://[", "http://127.0.0.1:99999", "http://127.0.0.1:-1", "http://127.0.0.1:x"]
+    + ["http://xn--/", "http://a..b", "http://exa mple", "http://\x00", "http://\ud800", "file:///etc/hosts", "//x"],
+    ids=ascii,
+)
+def test_whatever_a_router_calls_an_address_is_refused_in_our_words(url: str) -> None:
+    """Another error would end nothing: the fetch that asked would wait until its deadline."""
+
+    async def main() -> None:
+        client = BootstrapClient(timeout=1)
+        with pytest.raises(RemoteProtocolError) as caught:
+            await client.find(url, EngineId("P"))
+        assert caught.value.reason in (ProtocolReason.PEER_LOST, ProtocolReason.MALFORMED)
+        await client.close()
+
+    asyncio.run(main())
+
+
 def test_a_client_waits_for_a_service_that_is_not_up_yet() -> None:
     async def main() -> None:
         first = BootstrapService(on_release=lambda *_: None)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -162,6 +163,27 @@ def test_a_closed_port_is_a_loss_and_nothing_is_sent_later() -> None:
         links.pull("a", listener.address, b"new", number=2)
         await until(lambda: producer.heard)
         assert [data for _, data in producer.heard] == [b"new"]
+        await links.close()
+        await listener.close()
+
+    run(main)
+
+
+def test_a_process_that_has_no_more_files_is_told_so_and_goes_on_when_it_has() -> None:
+    async def main() -> None:
+        consumer, listener = Consumer(), Producer().listener()
+        address = await listener.start(HOST)
+        links = consumer.links()
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            with pytest.raises(RemoteProtocolError, match="Too many open files") as refused:
+                links.pull("a", address, b"x", number=1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert refused.value.reason is ProtocolReason.PEER_LOST
+        links.pull("a", address, b"x", number=1)
+        assert links.is_open(address)
         await links.close()
         await listener.close()
 

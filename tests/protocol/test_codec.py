@@ -38,6 +38,8 @@ from kvferry.protocol import (
     make_pull,
     make_refusal,
     make_reply,
+    number_of,
+    numbered,
     puller_of,
     requests_of,
 )
@@ -97,6 +99,28 @@ def test_block_lists_stay_where_upstream_reads_them_and_all_of_ours_is_under_one
         *("remote_hostname", "remote_port", "remote_tp_size", "remote_tp_rank", "req_blocks"),
         *("kv_caches_base_addr", "block_lens", "kv_block_lens"),
     }
+
+
+def test_one_endless_name_does_not_cost_an_upstream_pull_its_other_requests() -> None:
+    """Upstream puts all that a step begins into one pull, under the names that its clients have chosen."""
+    lists = ("t1", ((1,),))
+    pull = msgspec.structs.replace(
+        make_pull(RECEIVER, [wanted()]), req_blocks={"r" * 600: lists, "b": ("t" * 600, ((2,),)), "c": ("t3", ((3,),))}
+    )
+    assert [one.transfer for one in requests_of(decode_inbound(encode(pull)))] == ["t1", "t" * 600, "t3"]  # type: ignore[arg-type]
+
+
+def test_the_number_of_a_pull_is_read_where_the_rest_is_refused() -> None:
+    pull = make_pull(RECEIVER, [wanted()], extension(pull=41, version=(2, 0)))
+    with pytest.raises(RemoteProtocolError):
+        decode_inbound(encode(pull))
+    assert number_of(encode(pull)) == 41
+    plain = Reply(Status.ERROR, kvferry=ReplyExtension(VERSION, PRODUCER))
+    assert numbered(plain, 41) == Reply(Status.ERROR, kvferry=ReplyExtension(VERSION, PRODUCER, pull=41))
+    assert numbered(plain, None) is plain
+    assert numbered(Reply(Status.ERROR), 41) == Reply(Status.ERROR)
+    for other in (b"", b"\xc1", encode(make_pull(RECEIVER, [wanted()])), encode(Note(LayoutAsk(VERSION, 1, ("f",))))):
+        assert number_of(other) is None
 
 
 def test_an_upstream_pull_has_no_positions_and_its_pullers_are_told_apart() -> None:

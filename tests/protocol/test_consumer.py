@@ -153,7 +153,7 @@ def fate(ended: FetchEnded) -> tuple[TransferId, Ticket, Fate, ProtocolReason | 
 
 def test_resolved_pulled_served_done() -> None:
     driver = Driver()
-    assert driver.fetch() == (Resolve(T, SOURCE),)
+    assert driver.fetch() == (Resolve(T, RequestId("d-t"), TICKET, SOURCE),)
     assert driver.resolve(0) == (SendPull(PullKey(T, 0), LIFE, release=False),)
     assert driver.reply(status=Status.CONTINUE) == ()
     assert driver.reply(ok=True) == (
@@ -274,7 +274,31 @@ def test_c17_another_life_that_answers_is_believed_in_nothing() -> None:
     driver.open(0)
     actions = driver.reply(ok=True, epoch="e2")
     assert fate(only(actions, FetchEnded)) == failed(ProtocolReason.STALE_INCARNATION)
+    assert only(actions, ForgetProducer).producer == LIFE
     assert not driver.kept(DestinationReleased)
+
+
+def test_f15_what_was_learnt_is_dropped_when_the_same_life_refuses_it_too() -> None:
+    driver = Driver()
+    driver.open(0)
+    actions = driver.reply(status=Status.ERROR, reason=ProtocolReason.STALE_INCARNATION)
+    assert only(actions, ForgetProducer).producer == LIFE
+    assert only(actions, DestinationReleased).ticket == TICKET
+
+
+def test_a_producer_that_is_found_too_late_is_not_pulled_from_and_its_pulls_are_forgotten() -> None:
+    driver = Driver()
+    driver.fetch(seconds=1)
+    driver.wait(2)
+    assert driver.resolve(0, 1) == (ForgetPull(PullKey(T, 0)), ForgetPull(PullKey(T, 1)))
+
+
+def test_a_producer_that_is_found_twice_is_pulled_from_once() -> None:
+    driver = Driver()
+    driver.open(0, 1)
+    driver.reply(0, ok=True)
+    assert driver.resolve(0, 1) == (ForgetPull(PullKey(T, 0)),)
+    assert only(driver.reply(1, ok=True), FetchEnded).outcome == DONE
 
 
 def test_f15_a_restart_drops_exactly_that_life() -> None:
@@ -480,14 +504,44 @@ def test_a_fetch_aborted_before_its_pull_goes_on_as_a_release(upstream: bool) ->
     assert driver.machine.next_deadline is None
 
 
-def test_too_many_blocks_in_quarantine_are_fenced_at_once_and_not_given_back() -> None:
-    driver = Driver(quarantined_blocks=5, abort_timeout=100)
-    for index in range(2):
+def test_too_many_blocks_in_doubt_are_fenced_at_once_and_not_given_back() -> None:
+    driver = Driver(quarantined_blocks=5)
+    for index in range(3):
         driver.open(0, transfer=TransferId(f"a{index}"), ticket=Ticket(index))
-    driver.feed(FetchAborted(Ticket(0)))
+    driver.feed(PullFailed(PullKey(TransferId("a0"), 0), ProtocolReason.PEER_FAILED, quiet=False))
     assert (driver.machine.quarantined_blocks, driver.kept(FenceProducer)) == (3, [])
     actions = driver.feed(FetchAborted(Ticket(1)))
     assert only(actions, FenceProducer)
+    assert not driver.kept(DestinationReleased)
+    driver.feed(FenceDone(LIFE))
+    assert (driver.machine.quarantined_blocks, driver.machine.held) == (0, ())
+
+
+def test_clients_who_leave_cost_others_nothing_where_the_producer_says_in_time_that_it_is_quiet() -> None:
+    driver = Driver(quarantined_blocks=5, abort_timeout=100)
+    for index in range(3):
+        driver.open(0, transfer=TransferId(f"a{index}"), ticket=Ticket(index))
+    for index in range(2):
+        driver.feed(FetchAborted(Ticket(index)))
+    driver.wait(1.9)
+    assert (driver.machine.quarantined_blocks, driver.kept(FenceProducer)) == (6, [])
+    for index in range(2):
+        driver.reply(transfer=TransferId(f"a{index}"), failed=ProtocolReason.ABORTED)
+    assert [released.ticket for released in driver.kept(DestinationReleased)] == [Ticket(0), Ticket(1)]
+    driver.wait(10)
+    driver.reply(transfer=TransferId("a2"), ok=True)
+    assert driver.kept(FetchEnded)[-1].outcome.fate is Fate.DONE
+    assert driver.kept(FenceProducer) == []
+
+
+def test_too_many_blocks_of_clients_who_left_are_fenced_soon_and_not_given_back() -> None:
+    driver = Driver(quarantined_blocks=5, abort_timeout=100)
+    for index in range(2):
+        driver.open(0, transfer=TransferId(f"a{index}"), ticket=Ticket(index))
+    for index in range(2):
+        driver.feed(FetchAborted(Ticket(index)))
+    driver.wait(2.1)
+    assert len(driver.kept(FenceProducer)) == 1
     assert not driver.kept(DestinationReleased)
     driver.feed(FenceDone(LIFE))
     assert (driver.machine.quarantined_blocks, driver.machine.held) == (0, ())

@@ -33,14 +33,21 @@ from kvferry.protocol.tables import (
 from kvferry.protocol.timers import Timers
 
 
-@given(st.lists(st.tuples(st.sampled_from("abcd"), st.none() | st.integers(0, 30)), max_size=60), st.integers(0, 30))
-def test_timers_are_a_dictionary_of_deadlines(steps: list[tuple[str, int | None]], now: int) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from("abcd"), st.none() | st.integers(0, 30), st.booleans()), max_size=60),
+    st.integers(0, 30),
+)
+def test_timers_are_a_dictionary_of_deadlines(steps: list[tuple[str, int | None, bool]], now: int) -> None:
     timers: Timers[str] = Timers()
     model: dict[str, int] = {}
-    for key, when in steps:
+    for key, when, only_sooner in steps:
         if when is None:
             timers.cancel(key)
             model.pop(key, None)
+        elif only_sooner:
+            timers.hasten(key, when)
+            if key in model:
+                model[key] = min(model[key], when)
         else:
             timers.set(key, when)
             model[key] = when

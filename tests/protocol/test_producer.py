@@ -10,6 +10,7 @@ from kvferry.errors import LocalProtocolError, ProtocolReason
 from kvferry.ids import RequestId, TransferId
 from kvferry.protocol import (
     DONE,
+    MAX_NAME,
     Announced,
     Answer,
     CancelWrite,
@@ -281,6 +282,14 @@ def test_f09_one_peer_cannot_use_up_what_is_for_all() -> None:
     assert driver.machine.open_pulls == 10
     _, actions = driver.pull(TransferId("y"), puller=D1)
     assert actions == ()
+
+
+def test_an_id_that_is_too_long_fails_its_request_and_is_not_remembered() -> None:
+    driver, long = Driver(), TransferId("t" * (MAX_NAME + 1))
+    pull, actions = driver.pull(long)
+    assert actions == (Answer(pull, err=err(ProtocolReason.MALFORMED, long), finish=True),)
+    assert driver.machine.ticket_of(long) is None
+    assert (driver.machine.open_pulls, driver.machine.next_deadline) == (0, None)
 
 
 def test_f10_an_abort_tells_the_consumer_that_waits() -> None:

@@ -11,7 +11,9 @@ from kvferry.protocol import (
     FenceFailed,
     FenceProducer,
     FetchEnded,
+    ForgetPull,
     ProducerLost,
+    PullKey,
     ReleaseRequested,
     SendPull,
     SourceResolved,
@@ -59,6 +61,7 @@ def test_a_fetch_from_it_is_refused_at_once_and_holds_nothing() -> None:
     assert last(driver).outcome.reason is ProtocolReason.PEER_LOST
     assert "cannot be proven" in last(driver).outcome.detail
     assert driver.kept(DestinationReleased) == [DestinationReleased(NEW, Ticket(2))]
+    assert driver.kept(ForgetPull) == [ForgetPull(PullKey(NEW, 0))]
     assert driver.machine.quarantined_blocks == 3
 
 
@@ -73,6 +76,7 @@ def test_what_waited_for_the_fence_is_told_when_it_fails() -> None:
     assert last(driver).ticket == 2
     assert last(driver).outcome.fate is Fate.FAILED
     assert len(driver.kept(SendPull)) == sent
+    assert driver.kept(ForgetPull) == [ForgetPull(PullKey(NEW, 0))]
     assert driver.kept(DestinationReleased) == [DestinationReleased(NEW, Ticket(2))]
 
 

@@ -13,6 +13,7 @@ from kvferry.errors import ProtocolReason, RemoteProtocolError
 from kvferry.ids import RequestId, TransferId
 from kvferry.layout import bind_layout, encode_placement
 from kvferry.protocol import (
+    MAX_NAME,
     VERSION,
     LayoutAnswer,
     LayoutAsk,
@@ -26,17 +27,21 @@ from kvferry.protocol import (
     Span,
     Status,
     Table,
+    Ticket,
     decode_inbound,
     decode_reply,
     encode,
     make_hello_answer,
 )
+from kvferry.protocol.replies import Verdict, judge
+from kvferry.runtime import Fetch
 from kvferry.runtime.producers import RemoteEngine, RemoteRank
 from kvferry.runtime.pulling import Pulled, PullMaker
 from kvferry.testing.example_layouts import token_major
 from kvferry.testing.fuzz_targets import read_upstream, targets
 
 from .loopback import SOURCE, Joined, join
+from .paired import paired, wait_until
 from .test_loopback import answer_to
 
 
@@ -108,6 +113,38 @@ def test_placements_that_nobody_named_are_not_kept(pair: Joined) -> None:
     pair.call(pair.producers[0].on_message, b"stranger", encode(pull))
     assert len(pair.producers[0]._pulls) == 1
     assert len(pair.producers[0]._plans.missing(many)) == len(many)
+
+
+def test_a_refusal_names_the_pull_also_where_it_cannot_be_read(pair: Joined) -> None:
+    """An answer that names none is lost on a connection of many pulls, and its producer taken for silent."""
+    good = a_pull(pair, pull=41)
+    (blocks,) = good.req_blocks.values()
+    for bad in (
+        msgspec.structs.replace(good, req_blocks={"r": ("t" * (2 << 20), blocks[1])}),
+        msgspec.structs.replace(good, req_blocks={"r" * (MAX_NAME + 1): blocks}),
+        msgspec.structs.replace(good, remote_port=1 << 20),
+        a_pull(pair, pull=41, version=(2, 0)),
+    ):
+        reply = answer_to(pair, bad)
+        assert isinstance(reply.kvferry, ReplyExtension)
+        assert (reply.status, reply.kvferry.pull) == (Status.ERROR, 41)
+        pull_verdict = judge(reply, RequestId("r"), pair.wire.locals[0].incarnation, upstream=False)
+        assert pull_verdict.kind is Verdict.REFUSED
+
+
+def test_a_request_that_no_message_can_hold_fails_at_once_and_alone() -> None:
+    """Silence about it would end in a fence, and a fence fails all that is open with the same producer."""
+    tables, long = (Table(0, (8, 2)), Table(0, (7,))), "t" * (MAX_NAME + 1)
+    with paired() as real:
+        for ticket, transfer in enumerate(("other", long)):
+            wanted = (RequestId(f"d{ticket}"), TransferId(transfer), real.at, Span(0, 20))
+            real.consumer.fetch(Fetch(Ticket(ticket), *wanted, tables))
+        (end,) = real.ends(1, seconds=5)
+        assert (end.ticket, end.outcome.reason) == (1, ProtocolReason.MALFORMED)
+        wait_until(lambda: real.consumer.take_quiet() == [1])
+        real.producer.withdraw(TransferId("other"))
+        (end,) = real.ends(1, seconds=5)
+        assert (end.ticket, end.outcome.reason) == (0, ProtocolReason.ABORTED)
 
 
 @pytest.mark.parametrize(

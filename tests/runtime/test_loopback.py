@@ -2,13 +2,14 @@
 
 import queue
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
-from kvferry.errors import ProtocolReason
+from kvferry.errors import ProtocolReason, RemoteProtocolError
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout import Group, Layout, bind_layout
 from kvferry.protocol import (
@@ -27,7 +28,9 @@ from kvferry.protocol import (
     make_hello,
     make_pull,
 )
-from kvferry.runtime import Local
+from kvferry.runtime import Local, RuntimeOptions
+from kvferry.runtime.journal import ProducerJournal
+from kvferry.runtime.producer import ProducerCore
 from kvferry.runtime.producers import RemoteEngine, RemoteRank
 from kvferry.runtime.pulling import Pulled, PullMaker
 from kvferry.runtime.report import Line, Report
@@ -162,6 +165,38 @@ def test_a_lost_producer_is_fenced_before_blocks_go_back() -> None:
     assert pair.consumer.quiet.get(timeout=5) == 11
     assert not pair.hub.reaches("memory:2")
     pair.close()
+
+
+@pytest.mark.parametrize("way", ["pull", "note"])
+def test_where_no_connection_can_be_made_the_fetch_ends_and_its_blocks_go_back(joined: Joined, way: str) -> None:
+    def nothing(*_: object, **__: object) -> None:
+        raise RemoteProtocolError(ProtocolReason.PEER_LOST, "no socket for it: Too many open files")
+
+    joined.call(joined.producers[0].withdraw, TransferId("t1"))
+    setattr(joined.wire, way, nothing)
+    joined.call(joined.consumer.fetch, fetch(11, "t1", Span(0, 40), *D_TABLES))
+    assert next_end(joined).outcome.reason in (ProtocolReason.PEER_LOST, ProtocolReason.ABORTED)
+    assert joined.consumer.quiet.get(timeout=5) == 11
+
+
+def test_a_producer_that_has_restarted_at_its_address_is_asked_for_anew(joined: Joined) -> None:
+    """It was listed with its old life when it was asked for last, and its connection stays open."""
+    old, hub = joined.wire.locals[0], joined.hub
+    new = replace(old, incarnation=Incarnation(EngineId("p"), "e9"))
+    options = RuntimeOptions(host="loopback", make_transport=hub.transport)
+
+    def restart() -> None:
+        core = ProducerCore(new, joined.thread, options, journal=ProducerJournal(new, None))
+        core.attach(joined.wire)
+        joined.producers[0] = joined.wire.producers[0] = core
+
+    joined.call(restart)
+    joined.call(joined.consumer.fetch, fetch(11, "t1", Span(0, 40), *D_TABLES))
+    assert next_end(joined).outcome.reason is ProtocolReason.STALE_INCARNATION
+    joined.wire.locals[0] = new
+    joined.call(joined.producers[0].publish, publication(1, "t2", 40, *P_TABLES))
+    joined.call(joined.consumer.fetch, fetch(12, "t2", Span(0, 40), *D_TABLES))
+    assert next_end(joined).outcome.fate is Fate.DONE
 
 
 def test_two_producer_ranks_fill_one_consumer() -> None:

@@ -1,6 +1,7 @@
 """Receive engines: what a producer in doubt knows is kept from all others, and nothing more is."""
 
 import asyncio
+import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -64,6 +65,41 @@ def test_an_engine_of_a_life_that_is_over_and_quiet_leaves_its_ports_to_others()
         assert receivers.outlived_by(next_life) == [LIFE]
         await receivers.retire(LIFE)
         assert made[0].ended == ["close"]
+
+    run(work())
+
+
+class Slow(Engine):
+    """Ends when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def close(self) -> None:
+        self.begun.set()
+        assert self.may_end.wait(10)
+        super().close()
+
+
+def test_closing_all_while_some_are_being_fenced_closes_all_and_fails_nobody() -> None:
+    async def work() -> None:
+        made: list[Slow] = []
+        receivers = Receivers(lambda: made.append(Slow()) or made[-1], [])
+        lives = [Incarnation(EngineId(name), "e1") for name in "abc"]
+        for life in lives:
+            await receivers.of(life, "writer")
+        fences = [asyncio.create_task(receivers.fence(life, nobody_says)) for life in lives[:2]]
+        for engine in made[:2]:
+            await asyncio.to_thread(engine.begun.wait, 10)
+        closing = asyncio.create_task(receivers.close())
+        await asyncio.to_thread(made[2].begun.wait, 10)
+        for engine in made:
+            engine.may_end.set()
+            await asyncio.sleep(0)
+        await asyncio.gather(closing, *fences)
+        assert ["close" in engine.ended for engine in made] == [True] * 3
+        assert [receivers.now_of(life) for life in lives] == [None] * 3
 
     run(work())
 

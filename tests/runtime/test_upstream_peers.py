@@ -1,7 +1,10 @@
 """vLLM's own connector as a scripted peer, both ways: real sockets, real Mooncake engines, no vLLM."""
 
+import logging
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import msgspec
@@ -15,6 +18,7 @@ from kvferry.protocol import Fate, FetchEnded, ProducerLimits, Source, Span, Sta
 from kvferry.runtime import ConsumerRuntime, Fetch, Local, ProducerRuntime, Publication, RuntimeOptions
 from kvferry.runtime.loop import LoopThread
 from kvferry.runtime.options import UpstreamPeers
+from kvferry.runtime.stories import ask_stories
 from kvferry.runtime.upstream_caches import Declared
 from kvferry.testing.ports import free_port
 from kvferry.testing.upstream_peer import Deed, Held, ScriptedConsumer, ScriptedProducer, caches_of, pull_of
@@ -38,6 +42,29 @@ def side(world: World, engine: str, *, declared: Declared | None = None, whole: 
 
 def allowing(options: RuntimeOptions) -> RuntimeOptions:
     return replace(options, upstream_peers=UpstreamPeers.parse("allow"))
+
+
+@contextmanager
+def lines_of(logger: str) -> Iterator[list[logging.LogRecord]]:
+    """What is logged there, also where a connector in this process has sent kvferry's lines another way."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield records
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
+
+
+def warned(records: list[logging.LogRecord]) -> list[str]:
+    """Warnings of what is assumed about a peer."""
+    said = [one.getMessage() for one in records if one.levelno == logging.WARNING]
+    return [text for text in said if "assumed" in text]
+
+
+SERVING = "kvferry.runtime.upstream_serving"
+"""The logger of these, both ways."""
 
 
 # ------------------------------------------------------------------------------------ our producer, their consumer
@@ -118,6 +145,27 @@ def test_a_consumer_that_has_the_beginning_gets_the_end(serving: Serving) -> Non
     assert np.array_equal(serving.source.page(1, P_BLOCKS[2])[:rows], serving.target.page(1, D_BLOCKS[2])[:rows])
 
 
+def test_what_is_assumed_of_a_consumer_is_said_once(serving: Serving) -> None:
+    with lines_of(SERVING) as records:
+        for ticket, transfer in enumerate(("t", "u"), 1):
+            serving.publish(transfer, ticket=ticket)
+            assert serving.ask((D_BLOCKS, (D_STATE,)), transfer) == (Status.FINISH, ["d"], [])
+    (said,) = warned(records)
+    assert said.startswith("upstream consumer at 127.0.0.1 shows neither")
+
+
+def test_of_a_consumer_that_is_declared_nothing_is_assumed() -> None:
+    all_of_it = Declared(block_size=BLOCK, kernel_block_size=BLOCK, cache_dtype="float32", layout="LBHNC")
+    serving = Serving(allowing(options_for("mooncake")), declared=all_of_it)
+    try:
+        serving.publish("t")
+        with lines_of(SERVING) as records:
+            assert serving.ask((D_BLOCKS, (D_STATE,))) == (Status.FINISH, ["d"], [])
+        assert warned(records) == []
+    finally:
+        serving.close()
+
+
 def test_empty_lists_release(serving: Serving) -> None:
     serving.publish("t")
     assert serving.ask(((), ())) == (Status.FINISH, ["d"], [])
@@ -180,9 +228,10 @@ def test_each_request_of_a_pull_is_named_once_by_its_finish(serving: Serving) ->
     for name in ("a", "b", "c"):
         serving.runtime.expect(TransferId(f"t-{name}"))
     socket = serving.consumer.pull(serving.runtime.address, pull_of(serving.consumer.receiver, lists | released))
+    quiet: list[Ticket] = []
     for ticket, name in enumerate(("b", "c", "a"), 1):
         serving.publish(f"t-{name}", ticket=ticket)
-        time.sleep(0.3)
+        wait_until(lambda: quiet.extend(serving.runtime.take_quiet()) or len(quiet) == ticket, seconds=10)  # noqa: B023
     replies = serving.consumer.replies(socket, within=10)
     named = [name for one in replies for name in (*(one.ok_reqs or ()), *(one.err_reqs or ()))]
     assert sorted(named) == ["a", "b", "c"]
@@ -230,14 +279,25 @@ def test_what_the_fields_contradict_is_refused_before_a_byte_moves(serving: Serv
     assert serving.ask((D_BLOCKS, (D_STATE,))) == (Status.FINISH, ["d"], [])
 
 
-def test_a_consumer_that_vanishes_leaves_nothing_held(serving: Serving) -> None:
-    serving.runtime.expect(TransferId("t"))
-    serving.consumer.pull(serving.runtime.address, pull_of(serving.consumer.receiver, {"d": ("t", (D_BLOCKS, ()))}))
-    time.sleep(0.5)
-    serving.consumer.vanish()
-    time.sleep(2.5)
-    serving.publish("t")
-    wait_until(lambda: serving.runtime.take_quiet() == [Ticket(1)], seconds=15)
+def test_a_consumer_that_vanishes_leaves_nothing_held() -> None:
+    with tempfile.TemporaryDirectory(prefix="kvferry-") as debug:
+        serving = Serving(allowing(options_for("mooncake", debug_dir=debug)))
+
+        def has_come(event: str) -> bool:
+            (told,) = ask_stories(debug, TransferId("t"))
+            return event in [one.event for one in told.events]
+
+        try:
+            serving.runtime.expect(TransferId("t"))
+            pull = pull_of(serving.consumer.receiver, {"d": ("t", (D_BLOCKS, ()))})
+            serving.consumer.pull(serving.runtime.address, pull)
+            wait_until(lambda: has_come("PullArrived"), seconds=10)
+            serving.consumer.vanish()
+            wait_until(lambda: has_come("ConsumerLost"), seconds=10)
+            serving.publish("t")
+            wait_until(lambda: serving.runtime.take_quiet() == [Ticket(1)], seconds=15)
+        finally:
+            serving.close()
 
 
 @pytest.mark.parametrize(
@@ -283,8 +343,16 @@ class Pulling:
         self.runtime = ConsumerRuntime(side(self.target, "d", declared=declared), allowing(options_for("mooncake")))
         self.producer.held["t"] = Held((P_BLOCKS, (0, P_STATE)))
 
-    def fetch(self, ticket: int = 1, transfer: str = "t", request: str = "d") -> None:
-        tables = (Table(0, D_BLOCKS), Table(32, (D_STATE,)))
+    def fetch(
+        self,
+        ticket: int = 1,
+        transfer: str = "t",
+        request: str = "d",
+        *,
+        blocks: tuple[int, ...] = D_BLOCKS,
+        state: int = D_STATE,
+    ) -> None:
+        tables = (Table(0, blocks), Table(32, (state,)))
         self.runtime.fetch(
             Fetch(Ticket(ticket), RequestId(request), TransferId(transfer), self.origin, Span(0, TOKENS), tables)
         )
@@ -336,6 +404,17 @@ def test_a_producer_is_greeted_once(make_pulling: Callable[..., Pulling]) -> Non
         pulling.fetch(ticket=number, transfer=transfer)
         assert pulling.end().outcome.fate is Fate.DONE
     assert (pulling.producer.hellos, len(pulling.producer.pulls)) == (1, 3)
+
+
+def test_what_is_assumed_of_a_producer_is_said_once(make_pulling: Callable[..., Pulling]) -> None:
+    pulling = make_pulling()
+    pulling.producer.held["u"] = pulling.producer.held["t"]
+    with lines_of(SERVING) as records:
+        for ticket, transfer in enumerate(("t", "u"), 1):
+            pulling.fetch(ticket=ticket, transfer=transfer)
+            assert pulling.end().outcome.fate is Fate.DONE
+    (said,) = warned(records)
+    assert said.startswith("upstream producer p@")
 
 
 def test_an_engine_whose_ranks_are_still_registering_is_asked_for_again(
@@ -401,9 +480,10 @@ def test_an_abort_sends_nothing_more(make_pulling: Callable[..., Pulling]) -> No
     wait_until(lambda: len(pulling.producer.pulls) == 1, seconds=10)
     pulling.runtime.cancel(Ticket(1))
     assert pulling.end().outcome.fate is Fate.ABORTED
-    time.sleep(1)
-    assert len(pulling.producer.pulls) == 1
-    assert len(pulling.producer.frames) == 2, "a hello and a pull"
+    pulling.fetch(ticket=2, transfer="u", request="e", blocks=(2, 3, 5), state=8)
+    wait_until(lambda: len(pulling.producer.pulls) == 2, seconds=10)
+    assert [list(pull.req_blocks) for pull in pulling.producer.pulls] == [["d"], ["e"]]
+    assert len(pulling.producer.frames) == 3, "a hello and two pulls"
     assert pulling.runtime.take_quiet() == []
 
 

@@ -54,6 +54,27 @@ def land(progress: Progress) -> None:
     progress.landed(1)
 
 
+def test_a_fault_in_one_end_keeps_nobody_from_hearing_of_the_next(
+    thread: LoopThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = Silent(1, 1), Silent(1, 1)
+    heard = threading.Event()
+
+    def fail(*_: object) -> None:
+        raise OSError("no room")
+
+    async def start() -> None:
+        watched: Writes[int] = Writes(thread)
+        watched.watch(0, first, on_final=fail, on_quiet=fail)
+        watched.watch(1, second, on_final=lambda *_: heard.set(), on_quiet=fail)
+
+    thread.run(start(), timeout=SOON_S)
+    land(first)
+    land(second)
+    assert heard.wait(SOON_S)
+    assert "the end of a write could not be dealt with" in caplog.text
+
+
 def test_an_end_is_heard_of_at_once(thread: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writes, "LONGEST_PAUSE", NEVER_S)
     first, second = Progress(1, 1), Progress(1, 1)

@@ -119,7 +119,7 @@ class BootstrapClient:
                     answer += chunk
                     if len(answer) > MAX_ANSWER:
                         raise RemoteProtocolError(ProtocolReason.LIMIT_EXCEEDED, f"{url} answers without end")
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             untrusted = "CERTIFICATE_VERIFY_FAILED" in str(error)
             why = "its certificate is not believed (see bootstrap_ca)" if untrusted else type(error).__name__
             raise RemoteProtocolError(ProtocolReason.PEER_LOST, f"no answer from {url}: {why}") from error
@@ -130,6 +130,7 @@ class BootstrapClient:
     def _headers(self, method: str, url: str, body: bytes | None) -> dict[str, str]:
         try:
             parts = urlsplit(url)
+            _ = parts.port  # reading it is what checks it: a wrong one is a bare error deep inside a connection
         except ValueError as error:
             raise RemoteProtocolError(ProtocolReason.MALFORMED, f"not an address: {url[:200]!r}") from error
         if self._tls_only and parts.scheme != "https":

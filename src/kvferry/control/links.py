@@ -57,10 +57,12 @@ class Link:
         check_endpoint(address)
         self._on_frame = on_frame
         self._on_lost = on_lost
-        self._socket = make_socket(context, zmq.DEALER, options)
+        try:
+            self._socket = make_socket(context, zmq.DEALER, options)
+        except zmq.ZMQError as error:  # this process may have no more files
+            raise RemoteProtocolError(ProtocolReason.PEER_LOST, f"no socket for {address}: {error.strerror}") from error
         if keys is not None:
             be_client(self._socket, keys)
-        self._monitor = self._socket.get_monitor_socket(_WATCHED)
         self._connect(address)
         loop = asyncio.get_running_loop()
         self._late: asyncio.Handle = loop.call_later(options.connect, self._be_late, LATE_TURNS)
@@ -69,10 +71,13 @@ class Link:
 
     def _connect(self, address: str) -> None:
         try:
+            self._monitor = self._socket.get_monitor_socket(_WATCHED)
             self._socket.connect(address)
         except zmq.ZMQError as error:
-            self._shut()
-            raise RemoteProtocolError(ProtocolReason.PEER_LOST, f"cannot connect to {address}") from error
+            self._socket.disable_monitor()
+            self._socket.close()
+            said = f"cannot connect to {address}: {error.strerror}"
+            raise RemoteProtocolError(ProtocolReason.PEER_LOST, said) from error
 
     def _shut(self) -> None:
         self._socket.disable_monitor()

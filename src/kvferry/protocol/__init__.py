@@ -19,7 +19,7 @@ Glossary
 A driver feeds events to a machine, with the time, and carries out the actions it returns.
 """
 
-from kvferry.protocol.codec import MAX_MESSAGE_BYTES, check_version, decode_inbound, decode_reply, encode
+from kvferry.protocol.codec import MAX_MESSAGE_BYTES, check_version, decode_inbound, decode_reply, encode, number_of
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.consumer_events import (
     ConsumerAction,
@@ -51,6 +51,7 @@ from kvferry.protocol.consumer_events import (
 from kvferry.protocol.consumer_records import ConsumerLimits
 from kvferry.protocol.messages import (
     FEATURES,
+    MAX_NAME,
     VERSION,
     AbortNotice,
     Hello,
@@ -109,6 +110,7 @@ from kvferry.protocol.pulls import (
     make_pull,
     make_refusal,
     make_reply,
+    numbered,
     puller_of,
     puller_of_side,
     requests_of,
@@ -121,6 +123,7 @@ __all__ = [
     "DONE",
     "FEATURES",
     "MAX_MESSAGE_BYTES",
+    "MAX_NAME",
     "VERSION",
     "AbortNotice",
     "Announced",
@@ -217,6 +220,8 @@ __all__ = [
     "make_pull",
     "make_refusal",
     "make_reply",
+    "number_of",
+    "numbered",
     "puller_of",
     "puller_of_side",
     "render",

@@ -33,8 +33,19 @@ class _Head(msgspec.Struct, frozen=True):
     kv_caches_base_addr: msgspec.Raw = msgspec.Raw(b"\x90")
 
 
+class _NumberBody(msgspec.Struct, frozen=True):
+    pull: Whole | None = None
+
+
+class _Number(msgspec.Struct, frozen=True):
+    """Enough of a pull to answer it."""
+
+    kvferry: _NumberBody | None = None
+
+
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _HEAD: Final = msgspec.msgpack.Decoder(_Head)
+_NUMBER: Final = msgspec.msgpack.Decoder(_Number)
 _PULL: Final = msgspec.msgpack.Decoder(Pull)
 _NOTE: Final = msgspec.msgpack.Decoder(Note)
 _REPLY: Final = msgspec.msgpack.Decoder(Reply)
@@ -66,6 +77,19 @@ def decode_reply(data: bytes, *, max_bytes: int = MAX_MESSAGE_BYTES) -> Reply:
     _check_size(data, max_bytes)
     _check_version(_decode(_HEAD, data))
     return _decode(_REPLY, data)
+
+
+def number_of(data: bytes) -> int | None:
+    """The number of a pull, also where the rest of it is refused; ``None`` where there is none to be read.
+
+    A consumer tells the answers on one connection apart by it. One that names no pull would be lost, and its pull be
+    taken for one of a producer that has fallen silent.
+    """
+    try:
+        head = _NUMBER.decode(data)
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError):
+        return None
+    return head.kvferry.pull if head.kvferry is not None else None
 
 
 def _checked_pull(pull: Pull) -> Pull:

@@ -11,7 +11,8 @@ a reply means is decided. What holds at all times:
   also names requests whose write failed, and may go on writing: its failures are in doubt.
 * Doubt about one producer ends in one fence: the engine that receives from it is destroyed, which settles every pull
   sent to it, so its other open pulls are failed with it. The fence waits ``fence_after`` for them, at most
-  ``fence_latest``; it does not wait when the producer is lost, or when too many blocks are in quarantine.
+  ``fence_latest``; it does not wait when the producer is lost, or when too many blocks are in quarantine. Pulls that
+  were given up have ``fence_after`` to become quiet then.
 * While a fence is under way, new pulls to that producer wait. When it proves nothing (a writer over ``cma`` that lives
   and cannot be reached) its blocks stay held, it is tried again every ``fence_latest``, and fetches from that producer
   are refused meanwhile. With ``quarantined_blocks`` held, all new fetches are: no block is ever given back unproven.
@@ -178,8 +179,11 @@ class Consumer:
 
     def _resolved(self, event: SourceResolved) -> None:
         fetch = self._fetches.get(event.transfer)
-        if fetch is None or fetch.state is not FetchState.RESOLVING:
-            return
+        if fetch is not None and fetch.state is FetchState.RESOLVING:
+            self._pull_from(fetch, event)
+        self._pulls.leave(PullKey(event.transfer, target.rank) for target in event.targets)
+
+    def _pull_from(self, fetch: Fetch, event: SourceResolved) -> None:
         keys = {target.rank: PullKey(fetch.transfer, target.rank) for target in event.targets}
         if not keys or len(keys) != len(event.targets):
             self._end(fetch, FetchStep.FAIL, ProtocolReason.PLAN_REFUSED)
@@ -224,6 +228,8 @@ class Consumer:
         except RemoteProtocolError as error:
             verdict = PullVerdict(Verdict.DOUBT, reason=error.reason, detail=error.message)
         self._follow(fetch, pull, verdict)
+        if verdict.reason is ProtocolReason.STALE_INCARNATION:
+            self._fences.outlived(pull.producer)
 
     def _follow(self, fetch: Fetch, pull: FetchPull, verdict: PullVerdict) -> None:
         """Do what a reply means for its pull."""

@@ -167,9 +167,16 @@ ConsumerEvent = (
 
 @dataclass(frozen=True, slots=True)
 class Resolve:
-    """Find the producer (cached facts are fine), check compatibility, choose ranks; answer with ``Source*``."""
+    """A fetch has begun: find the producer (cached facts are fine), check compatibility, choose ranks.
+
+    Answered with ``Source*``.
+    """
 
     transfer: TransferId
+    request: RequestId
+    ticket: Ticket | None
+    """``None``: nothing is wanted, the producer is only to be told."""
+
     source: Source
 
 
@@ -197,7 +204,7 @@ class SendAbort:
 
 @dataclass(frozen=True, slots=True)
 class ForgetPull:
-    """The pull is over: its connection, if it has one of its own, may be closed."""
+    """The pull is over, or is not going to be sent: its connection, if it has one of its own, may be closed."""
 
     key: PullKey
 

@@ -2,8 +2,10 @@
 
 A fence destroys the engine that receives from one life of a producer, which settles every pull sent to it; so its other
 open pulls are failed with it. Doubt waits ``fence_after`` for them, at most ``fence_latest``; it does not wait when the
-producer is lost, or when too many blocks are in quarantine. Pulls that come while a fence is under way are queued. A
-fence that proves nothing is tried again, and meanwhile nothing may wait for it.
+producer is lost, or when too many blocks are in quarantine. A pull that was merely given up is in no doubt yet: its
+producer has ``fence_after`` then to say that it is quiet, or clients who leave would cost others their transfers. Pulls
+that come while a fence is under way are queued. A fence that proves nothing is tried again, and meanwhile nothing may
+wait for it.
 """
 
 from collections.abc import Callable
@@ -14,7 +16,14 @@ from kvferry.ids import Incarnation
 from kvferry.protocol.consumer_events import ConsumerAction, FenceProducer, ForgetProducer, ProducerLost
 from kvferry.protocol.consumer_fetches import Fetches
 from kvferry.protocol.consumer_pulls import Pulls
-from kvferry.protocol.consumer_records import ConsumerLimits, FenceDue, Fetch, ProducerRecord, TimerKey
+from kvferry.protocol.consumer_records import (
+    ConsumerLimits,
+    FenceDue,
+    Fetch,
+    ProducerRecord,
+    PullDue,
+    TimerKey,
+)
 from kvferry.protocol.tables import PULL_MOVING, PullState, PullStep
 from kvferry.protocol.timers import Timers
 from kvferry.protocol.turn import Turn
@@ -58,6 +67,10 @@ class Fences:
         producer = self._pulls.producers.get(event.producer)
         if producer is not None:
             self.begin(producer, event.reason)
+
+    def outlived(self, incarnation: Incarnation) -> None:
+        """What is known of this life is not so any more: whoever answers at its address says so."""
+        self._turn.ask(ForgetProducer(incarnation))
 
     def begin(self, producer: ProducerRecord, reason: ProtocolReason) -> None:
         """Fail what is open with this producer, and have the engine that it writes to destroyed."""
@@ -121,9 +134,15 @@ class Fences:
         bound = self._limits.quarantined_blocks
         if bound is None or self._fetches.quarantined <= bound:
             return
+        soon = self._turn.now + self._limits.fence_after
         for producer in list(self._pulls.producers.values()):
-            if any(pull.state in (PullState.IN_DOUBT, PullState.ENDING) for pull in self._pulls.of(producer)):
+            pulls = self._pulls.of(producer)
+            if any(pull.state is PullState.IN_DOUBT for pull in pulls):
                 self.begin(producer, ProtocolReason.LIMIT_EXCEEDED)
+                continue
+            for pull in pulls:
+                if pull.state is PullState.ENDING:
+                    self._timers.hasten(PullDue(pull.key), soon)
 
     def close(self) -> None:
         """Nothing goes on: fence all that is not over."""

@@ -47,7 +47,7 @@ class Fetches:
             self.tickets[fetch.ticket] = fetch.transfer
         self.known[fetch.transfer] = fetch
         self._timers.set(FetchDue(fetch.transfer), fetch.deadline)
-        self._turn.emit(fetch.transfer, Resolve(fetch.transfer, fetch.source))
+        self._turn.emit(fetch.transfer, Resolve(fetch.transfer, fetch.request, fetch.ticket, fetch.source))
 
     def step(self, fetch: Fetch, step: FetchStep) -> bool:
         """Whether its table has this step; if so it is taken."""

@@ -6,6 +6,8 @@ quiet. Live pulls are also listed by the life of the producer that they go to, b
 (:mod:`kvferry.protocol.consumer_fences`).
 """
 
+from collections.abc import Iterable
+
 from kvferry.ids import EngineId, Incarnation
 from kvferry.protocol.consumer_events import ConsumerAction, ForgetPull, PullKey, SendAbort, SendPull
 from kvferry.protocol.consumer_fetches import Fetches
@@ -56,6 +58,13 @@ class Pulls:
         fetch.pulls[pull.key] = pull
         self.producers[pull.producer].pulls[pull.key] = None
 
+    def leave(self, keys: Iterable[PullKey]) -> None:
+        """Those of these that are not under way never will be."""
+        for key in keys:
+            pull = self.get(key)
+            if pull is None or pull.state in (PullState.SERVED, PullState.CLOSED):
+                self._turn.ask(ForgetPull(key))
+
     def send(self, pull: FetchPull) -> None:
         """No fence is in its way."""
         if not self._step(pull, PullStep.SEND):
@@ -99,8 +108,7 @@ class Pulls:
         if not self._step(pull, step):
             return
         self._timers.cancel(PullDue(pull.key))
-        if step is not PullStep.DROP:
-            self._turn.emit(pull.key.transfer, ForgetPull(pull.key))
+        self._turn.emit(pull.key.transfer, ForgetPull(pull.key))
         producer = self.producers[pull.producer]
         del producer.pulls[pull.key]
         if not producer.pulls and not producer.fencing:

@@ -33,8 +33,9 @@ class ConsumerLimits:
     """After this it waits no longer; also how often an unanswered fence is asked for again."""
 
     quarantined_blocks: int | None = None
-    """Most destination blocks that may be held for fetches that are over; above it the fences come at once, and where
-    one proves nothing (`cma`, a writer that lives and cannot be reached) new fetches are refused."""
+    """Most destination blocks that may be held for fetches that are over; above it doubt is fenced at once, a pull that
+    was given up has ``fence_after`` to become quiet, and where a fence proves nothing (`cma`, a writer that lives and
+    cannot be reached) new fetches are refused."""
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:

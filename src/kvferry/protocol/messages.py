@@ -28,7 +28,13 @@ NULL_BLOCK: Final = 0
 UNPAIRED_RANK: Final = -1
 """The rank of a hello: no producer is paired with it, so upstream answers at once and does nothing."""
 
-Name = Annotated[str, Meta(min_length=1, max_length=512)]
+MAX_NAME: Final = 512
+"""Characters of the longest id that a message may hold."""
+
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+Given = Annotated[str, Meta(min_length=1, max_length=65_536)]
+"""A name that a client of an upstream engine may have chosen. One that is too long fails its request, not the pull."""
+
 Text = Annotated[str, Meta(max_length=4096)]
 Whole = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Size = Annotated[int, Meta(ge=1, le=65_536)]
@@ -248,7 +254,7 @@ class Pull(Struct, frozen=True, omit_defaults=True):
     remote_port: Annotated[int, Meta(ge=0, le=65_535)]
     remote_tp_size: Size
     remote_tp_rank: Annotated[int, Meta(ge=-1, le=65_535)]
-    req_blocks: Annotated[dict[Name, tuple[Name, GroupBlocks]], Meta(max_length=4096)]
+    req_blocks: Annotated[dict[Given, tuple[Given, GroupBlocks]], Meta(max_length=4096)]
     """By the consumer's request id: transfer id and, per group, blocks."""
 
     kv_caches_base_addr: Regions

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 from kvferry.errors import LocalProtocolError, ProtocolReason
 from kvferry.ids import TransferId
+from kvferry.protocol.messages import MAX_NAME
 from kvferry.protocol.newest import Newest
 from kvferry.protocol.producer_events import (
     Answer,
@@ -103,6 +104,8 @@ class Pulls:
 
     def _lease_for(self, event: PullArrived, transfer: TransferId) -> tuple[Lease | None, ProtocolReason | None]:
         """The lease that a pull may draw on, or why it may not."""
+        if len(transfer) > MAX_NAME:
+            return None, ProtocolReason.MALFORMED
         lease = self._leases.get(transfer)
         refusal = self.turned_away.get((transfer, event.puller))
         if refusal is None and lease is None:

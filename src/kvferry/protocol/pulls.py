@@ -170,6 +170,13 @@ def make_refusal(
     )
 
 
+def numbered(refusal: Reply, number: int | None) -> Reply:
+    """The same refusal, for a pull of which only the number could be read."""
+    if number is None or not isinstance(refusal.kvferry, ReplyExtension):
+        return refusal
+    return structs.replace(refusal, kvferry=structs.replace(refusal.kvferry, pull=number))
+
+
 def make_hello_answer(
     producer: Side, *, transport: str = "", transport_address: str = "", features: tuple[str, ...] = FEATURES
 ) -> Reply:

@@ -39,6 +39,11 @@ class Timers(Generic[K]):
             self._heap = [(at, number, one) for one, (at, number) in self._live.items()]
             heapq.heapify(self._heap)
 
+    def hasten(self, key: K, when: float) -> None:
+        """Make a key that is set due by ``when``, unless it is due sooner."""
+        if key in self._live and self._live[key][0] > when:
+            self.set(key, when)
+
     def cancel(self, key: K) -> None:
         self._live.pop(key, None)
 

@@ -121,6 +121,8 @@ class ConsumerCore:
         self._links: Wires | None = None
         self._courses = Courses(time.perf_counter)
         self._fences = Fences(self._receivers, self._courses, finder=finder, maker=self._maker)
+        self._fencing: set[Incarnation] = set()
+        """Producers whose fence is under way."""
         means = Means(finder, self._receivers, self._checker, self._courses, self._upstream, self._is_connected)
         self._resolver = Resolver(local, thread, options, means=means)
         machine = Consumer(_limits(local, options))
@@ -161,7 +163,7 @@ class ConsumerCore:
     def _attempt(self, attempt: Attempt) -> None:
         fetch = attempt.fetch
         pulled = Pulled(fetch.request, fetch.transfer, fetch.span, fetch.tables, fetch.prompt)
-        self._courses.begin(pulled, fetch.ticket)
+        self._courses.offer(pulled, fetch.ticket)
         self.feed(
             FetchRequested(
                 transfer=fetch.transfer,
@@ -190,10 +192,6 @@ class ConsumerCore:
 
     def release(self, transfer: TransferId, request: RequestId, source: Source) -> None:
         """Nothing is wanted of this transfer; its producer should know."""
-        groups = len(self._local.placement.groups)
-        empty = tuple(Table(first_token=0, blocks=()) for _ in range(groups))
-        pulled = Pulled(request, transfer, Span(0, 0), empty)
-        self._courses.begin(pulled, None)
         deadline = time.monotonic() + self._timing.orphan
         self.feed(ReleaseRequested(transfer, request, source, deadline))
 
@@ -274,7 +272,7 @@ class ConsumerCore:
             case ForgetProducer():
                 self._resolver.forget(action.producer)
             case FenceProducer():
-                self._thread.spawn(self._fence(action.producer))
+                self._fence(action.producer)
             case FetchEnded():
                 self._end(action)
             case DestinationReleased():
@@ -283,26 +281,42 @@ class ConsumerCore:
                 assert_never(action)
 
     def _resolve(self, action: Resolve) -> None:
+        course = self._begin(action)
         resolved = self._resolver.at_once(action)
         if resolved is None:
-            self._thread.spawn(self._resolve_later(action))
+            self._thread.spawn(self._resolve_later(action, course))
         else:
-            self._resolved(action, resolved)
+            self._resolved(action, course, resolved)
 
-    async def _resolve_later(self, action: Resolve) -> None:
+    def _begin(self, action: Resolve) -> Course:
+        if action.ticket is not None:
+            return self._courses.begin(action.transfer, action.ticket)
+        empty = tuple(Table(first_token=0, blocks=()) for _ in self._local.placement.groups)
+        return self._courses.begin_release(Pulled(action.request, action.transfer, Span(0, 0), empty))
+
+    async def _resolve_later(self, action: Resolve, course: Course) -> None:
         try:
             resolved = await self._resolver.resolve(action)
         except FerryError as error:
-            self._courses.resolved(action.transfer)
-            self.feed(SourceRefused(action.transfer, refusal_of(error), error.message))
-            return
-        self._resolved(action, resolved)
+            self._unresolved(action, course, refusal_of(error), error.message)
+        except Exception:  # the boundary of this task: a request must not wait for a fault that nobody has foreseen
+            logger.exception("transfer %s: looking for its producer failed", action.transfer)
+            said = "this worker failed in looking for the producer, its log says how"
+            self._unresolved(action, course, ProtocolReason.TRANSPORT_FAILED, said)
+        else:
+            self._resolved(action, course, resolved)
 
-    def _resolved(self, action: Resolve, to: Resolved) -> None:
-        if (course := self._courses.get(action.transfer)) is not None:
-            course.engine, course.plan = to.engine, to.plan
-            course.targets, course.open = to.targets, set(to.targets)
-            course.resolving = False
+    def _unresolved(self, action: Resolve, course: Course, reason: ProtocolReason, said: str) -> None:
+        if self._courses.get(action.transfer) is course:
+            self._courses.resolved(action.transfer)
+            self.feed(SourceRefused(action.transfer, reason, said))
+
+    def _resolved(self, action: Resolve, course: Course, to: Resolved) -> None:
+        if self._courses.get(action.transfer) is not course:
+            return  # given up meanwhile, and what came after it looks for itself
+        course.engine, course.plan = to.engine, to.plan
+        course.targets, course.open = to.targets, set(to.targets)
+        self._courses.resolved(action.transfer)
         self._resolver.retire_before(to.engine.incarnation)
         chosen = tuple(Target(rank, release=not wanted) for rank, wanted in to.targets.items())
         upstream = to.engine.grid is not None
@@ -323,9 +337,14 @@ class ConsumerCore:
             message = self._upstream.pull(pulled, receiver=receiver)
         else:
             message = self._maker.pull(pulled, course.engine, rank, receiver=receiver, inline=action.inline_layouts)
-        course.sent = course.sent or time.perf_counter()
+        if course.sent is None:
+            course.sent, course.transport = time.perf_counter(), label_of(receiver)
         number = message.kvferry.pull if isinstance(message.kvferry, PullExtension) else None
-        self._links.pull(action.key, course.engine.ranks[rank].address, encode(message), number=number)
+        try:
+            self._links.pull(action.key, course.engine.ranks[rank].address, encode(message), number=number)
+        except RemoteProtocolError as error:  # there is no connection to send it on
+            self.feed(PullFailed(action.key, error.reason, quiet=True, detail=error.message))
+            return
         if course.ticket is None:
             self._journal.released(pulled.transfer, pulled.request, action.producer, rank)
 
@@ -335,10 +354,26 @@ class ConsumerCore:
             return
         expected = pulls_expected(course.plan, action.key.rank)
         note = self._maker.abort(action.key.transfer, expected=expected, failed=action.failed)
-        self._links.note(course.engine.ranks[action.key.rank].address, encode(note))
+        try:
+            self._links.note(course.engine.ranks[action.key.rank].address, encode(note))
+        except RemoteProtocolError as error:
+            logger.debug("transfer %s: its producer is not told that it is given up: %s", action.key.transfer, error)
 
-    async def _fence(self, producer: Incarnation) -> None:
-        if await self._fences.prove(producer):
+    def _fence(self, producer: Incarnation) -> None:
+        """Begin a fence, unless one is under way: that one answers for all that is in doubt now.
+
+        A second one would come to its turn when the first has succeeded, and destroy what has been sent for since.
+        """
+        if producer not in self._fencing:
+            self._fencing.add(producer)
+            self._thread.spawn(self._prove(producer))
+
+    async def _prove(self, producer: Incarnation) -> None:
+        try:
+            proven = await self._fences.prove(producer)
+        finally:
+            self._fencing.discard(producer)
+        if proven:
             self._journal.fenced(producer)
             self.feed(FenceDone(producer))
         else:
@@ -363,9 +398,9 @@ class ConsumerCore:
             self._attempt(again)
 
     def _end(self, ended: FetchEnded) -> None:
-        course = self._courses.get(ended.transfer)
+        course = self._courses.of_fetch(ended.transfer, ended.ticket)
         fetched = None
-        if course is not None and course.ticket == ended.ticket:
+        if course is not None:
             fetched = self._fetched(course, ended)
             self._journal.ended(fetched)
         following = self._retries.next_after(ended)
@@ -388,7 +423,6 @@ class ConsumerCore:
         now = time.perf_counter()
         sent = course.sent or now
         engine, plan = course.engine, course.plan
-        receiver = self._receivers.now_of(engine.incarnation) if engine else None
         wanted = [rank for rank, bytes_ in course.targets.items() if bytes_]
         supposed = self._upstream.sources(engine, wanted) if engine is not None and engine.grid is not None else {}
         return Fetched(
@@ -399,7 +433,7 @@ class ConsumerCore:
             tables=course.pulled.tables,
             resolve_ms=(sent - course.began) * 1e3,
             wait_ms=(now - sent) * 1e3,
-            transport=label_of(receiver) if receiver else "no transport",
+            transport=course.transport,
             verified=course.verified if course.pulled.verify else None,
         )
 

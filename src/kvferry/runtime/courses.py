@@ -1,7 +1,9 @@
 """How far each transfer of a consumer has come outside of its machine.
 
 The machine says what is to be done; a *course* has what doing it takes: what is pulled, from which producer, by which
-plan, through which pulls. It is forgotten when no blocks are held for it and nothing of it is under way.
+plan, through which pulls. What a fetch is to bring is *offered* under its ticket, and becomes the course of its
+transfer when the machine begins the fetch; so that course is always of the fetch which the machine means, and a fetch
+that is refused leaves none. A course is forgotten when no blocks are held for it and nothing of it is under way.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,6 +36,8 @@ class Course:
     open: set[int] = field(default_factory=set)
     """Producer ranks whose pulls are not over."""
     sent: float | None = None
+    transport: str = "no transport"
+    """By which its bytes come; known when the first pull is sent."""
 
 
 class Courses:
@@ -41,15 +45,32 @@ class Courses:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        self._offered: dict[Ticket, Course] = {}
+        """Of fetches that the machine has not begun, and may refuse."""
         self._known: dict[TransferId, Course] = {}
 
-    def begin(self, pulled: Pulled, ticket: Ticket | None) -> None:
-        """Unless one is known: a transfer id that is used again is refused by the machine, and the first goes on."""
-        self._known.setdefault(pulled.transfer, Course(pulled, ticket, self._clock()))
+    def offer(self, pulled: Pulled, ticket: Ticket) -> None:
+        """What the fetch of this ticket is to bring."""
+        self._offered[ticket] = Course(pulled, ticket, self._clock())
+
+    def begin(self, transfer: TransferId, ticket: Ticket) -> Course:
+        """The machine begins the fetch of this ticket; nothing else is under way for its transfer."""
+        course = self._known[transfer] = self._offered.pop(ticket)
+        return course
+
+    def begin_release(self, pulled: Pulled) -> Course:
+        """The machine begins to tell a producer that it is not needed."""
+        course = self._known[pulled.transfer] = Course(pulled, None, self._clock())
+        return course
 
     def get(self, transfer: TransferId) -> Course | None:
         """The course of a transfer, while it is known."""
         return self._known.get(transfer)
+
+    def of_fetch(self, transfer: TransferId, ticket: Ticket) -> Course | None:
+        """That of one fetch, also where it was refused."""
+        course = self._known.get(transfer)
+        return course if course is not None and course.ticket == ticket else self._offered.get(ticket)
 
     @property
     def open_pulls(self) -> Iterator[PullKey]:
@@ -79,9 +100,8 @@ class Courses:
 
     def resolved(self, transfer: TransferId) -> None:
         """Nobody looks for its producer any more."""
-        if (course := self._known.get(transfer)) is not None:
-            course.resolving = False
-            self._drop_idle(transfer)
+        self._known[transfer].resolving = False
+        self._drop_idle(transfer)
 
     def pull_over(self, key: PullKey) -> None:
         """One of its pulls is over."""
@@ -91,6 +111,7 @@ class Courses:
 
     def released(self, transfer: TransferId, ticket: Ticket) -> None:
         """The blocks of this ticket are quiet."""
+        self._offered.pop(ticket, None)
         course = self._known.get(transfer)
         if course is not None and course.ticket == ticket:
             course.ticket = None

@@ -55,8 +55,11 @@ class Fences:
     async def _writers_are_quiet(self, producer: Incarnation, writers: Sequence[str]) -> bool:
         engine = self._courses.engine_of(producer)
         if engine is None:
-            return False
-        for rank in [one for one in engine.ranks if one.transport_address in writers]:
+            return True  # all that was asked of them has had its last word meanwhile
+        asked = [rank for rank in engine.ranks if rank.transport_address in writers]
+        if {rank.transport_address for rank in asked} != set(writers):
+            asked = [*engine.ranks]  # one of them has a new engine since, and another address
+        for rank in asked:
             if not await self._is_quiet(rank):
                 return False
         return True

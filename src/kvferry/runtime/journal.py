@@ -64,7 +64,8 @@ class ProducerJournal:
 
     def sent(self, sent: Sent) -> None:
         """One pair has ended; its memory has not gone back yet."""
-        totals = self._totals.setdefault(sent.transfer, _Totals())
+        known = sent.transfer in self._requests  # else its line is written already
+        totals = self._totals.setdefault(sent.transfer, _Totals()) if known else _Totals()
         totals.ranks += 1
         totals.nbytes += sent.nbytes
         totals.descriptors += sent.descriptors

@@ -28,6 +28,9 @@ class Timing:
 
     publish: float = 480.0
     """A published cache that nobody pulls is given up after this."""
+    announced: float = 86_400.0
+    """A transfer that was announced, and of which no more is heard, is forgotten after this. No block is held for it,
+    and whoever waits for it has a deadline; how long a prompt waits for its turn is not known here."""
     pull: float = 480.0
     """A consumer waits this long for a cache."""
     orphan: float = 60.0
@@ -114,7 +117,7 @@ class RuntimeOptions:
     verify: Literal["off", "sample", "full"] = "off"
     """What a consumer compares with the producer before a fetch is done: nothing, some pages, or all that moved."""
     quarantine_max_fraction: float = 0.25
-    """Part of a consumer's blocks that may be held for fetches that are over before fences come at once."""
+    """Part of a consumer's blocks that may be held for fetches that are over before doubt is fenced at once."""
     upstream_peers: UpstreamPeers = field(default_factory=UpstreamPeers)
     """Which of vLLM's own connectors are served and pulled from."""
     secret: Secret | None = None

@@ -15,6 +15,8 @@ from kvferry.plan import Plan, compile_plan
 
 MAX_PLACEMENTS: Final = 4096
 MAX_PLANS: Final = 256
+MAX_RANKS: Final = 1024
+"""Of a peer's engine. Whoever names more would have this loop compile for as long as the message has room for them."""
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -89,10 +91,18 @@ class Plans:
         return self._plans.get((tuple(producers), tuple(consumers)))
 
     def between(self, producers: Sequence[str], consumers: Sequence[str]) -> Plan:
-        """The plan from all ranks of one engine to all of another; raises ``PlanError`` when there is none."""
+        """The plan from all ranks of one engine to all of another.
+
+        Raises ``PlanError`` when there is none, ``RemoteProtocolError`` for an engine of too many ranks.
+        """
         plan = self.known(producers, consumers)
         if plan is not None:
             return plan
+        for ranks in (len(producers), len(consumers)):
+            if ranks > MAX_RANKS:
+                raise RemoteProtocolError(
+                    ProtocolReason.LIMIT_EXCEEDED, f"an engine of {ranks} ranks, over the limit of {MAX_RANKS}"
+                )
         return self.of([self.placement(one) for one in producers], [self.placement(one) for one in consumers])
 
     def of(self, producers: Sequence[Placement], consumers: Sequence[Placement]) -> Plan:

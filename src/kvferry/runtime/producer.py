@@ -57,6 +57,8 @@ from kvferry.protocol import (
     decode_inbound,
     make_hello_answer,
     make_refusal,
+    number_of,
+    numbered,
     puller_of,
     puller_of_side,
     requests_of,
@@ -133,7 +135,8 @@ class ProducerCore:
             check_upstream_peer(message, self._peers, self._pulls.address_of(connection))
         except RemoteProtocolError as error:
             logger.warning("a message of a peer is refused: %s", error)
-            self._pulls.send(connection, make_refusal(error.reason, error.message, producer=self._local.side()))
+            refusal = make_refusal(error.reason, error.message, producer=self._local.side())
+            self._pulls.send(connection, numbered(refusal, number_of(data)))
             return
         match message:
             case Pull(kvferry=Hello()):
@@ -266,8 +269,8 @@ class ProducerCore:
     # -- from the embedding engine ---------------------------------------------------------------------------
 
     def expect(self, transfer: TransferId) -> None:
-        """The prompt is being computed."""
-        self.feed(Announced(transfer, deadline=time.monotonic() + self._timing.publish))
+        """The prompt is being computed, or waits for it."""
+        self.feed(Announced(transfer, deadline=time.monotonic() + self._timing.announced))
 
     def publish(self, publication: Publication) -> None:
         """The prompt is computed."""
@@ -302,6 +305,7 @@ class ProducerCore:
 
     def closing(self) -> None:
         """Nothing starts any more."""
+        self._sender.closing()
         self.feed(ProducerClosing())
         self._pump.stop()
 

@@ -55,18 +55,28 @@ class Pump(Generic[_Event, _Action]):
         return time.monotonic()
 
     def feed(self, event: _Event) -> None:
-        """Hand an event to the machine and carry out what it asks for; on the loop's thread."""
+        """Hand an event to the machine and carry out what it asks for; on the loop's thread.
+
+        A fault in one action keeps no other one from being carried out: the machine takes all of them as done, and asks
+        for none again. The first fault is raised when nothing is left to do.
+        """
         self._queue.append(event)
         if self._running:
             return
         self._running = True
+        faults: list[Exception] = []
         try:
             while self._queue:
                 for action in self._machine.handle(self._queue.popleft(), self.now()):
-                    self._perform(action)
+                    try:
+                        self._perform(action)
+                    except Exception as fault:  # noqa: BLE001 - raised below
+                        faults.append(fault)
         finally:
             self._running = False
             self._set_timer()
+        if faults:
+            raise faults[0]
 
     def stop(self) -> None:
         """No further ticks."""

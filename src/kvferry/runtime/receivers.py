@@ -79,7 +79,9 @@ class Receivers:
                     raise TransportError(TransportReason.TIMED_OUT, f"{producer} may still write: {alive} lives")
                 return  # its writers live and have stopped: the engine here goes on
             await asyncio.to_thread(engine.close)
-            del self._engines[producer], self._writers[producer]
+            # Whoever closes all of them does not wait for this.
+            self._engines.pop(producer, None)
+            self._writers.pop(producer, None)
 
     def outlived_by(self, producer: Incarnation) -> list[Incarnation]:
         """Earlier lives of the same engine that still have a receive engine here."""
@@ -100,9 +102,10 @@ class Receivers:
 
     async def close(self) -> None:
         """Destroy all."""
-        for producer in [*self._engines]:
+        while self._engines:
+            producer, engine = self._engines.popitem()
             try:
-                await asyncio.to_thread(self._engines.pop(producer).close)
+                await asyncio.to_thread(engine.close)
             except TransportError as error:
                 logger.warning("the receive engine for %s is not proven closed: %s", producer, error)
 

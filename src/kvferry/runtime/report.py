@@ -6,10 +6,13 @@ component, coordinate and position, whatever the two layouts are. Lines are shor
 descriptor opened for appending, so that several processes may share a file.
 """
 
+import logging
 import os
 from typing import Any, Literal
 
 import msgspec
+
+logger = logging.getLogger(__name__)
 
 Side = Literal["producer", "consumer"]
 
@@ -48,10 +51,16 @@ class Report:
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._told = False
 
     def write(self, line: Line) -> None:
-        """Append a line."""
-        os.write(self._file, msgspec.json.encode(line) + b"\n")
+        """Append a line. Where that fails the line is lost, and no transfer suffers from it."""
+        try:
+            os.write(self._file, msgspec.json.encode(line) + b"\n")
+        except OSError as error:
+            if not self._told:
+                logger.error("the transfer report cannot be written, lines are lost (this is said once): %s", error)
+            self._told = True
 
     def close(self) -> None:
         """Close the file."""

@@ -99,6 +99,7 @@ class Sender:
         self._limit = options.max_descriptors
         self._targets = options.write_targets
         self._engine = self._fresh()
+        self._address = self._engine.address()
         self._label = label_of(self._engine)
         self._writes: Writes[WriteId] = Writes(thread)
         self._starting: dict[WriteId, _Order] = {}
@@ -106,6 +107,7 @@ class Sender:
         self._proof: asyncio.Lock = asyncio.Lock()
         """Held while the engine is destroyed and made anew."""
         self._destroyed = False
+        self._closing = False
         self._hashers = Hashers()
 
     @property
@@ -116,7 +118,7 @@ class Sender:
     @property
     def address(self) -> str:
         """Of the engine, as a consumer may have to admit it."""
-        return self._engine.address()
+        return self._address
 
     def start(self, order: StartWrite, admitted: Admitted) -> None:
         """Bind and submit; an event for the machine follows, always."""
@@ -151,10 +153,19 @@ class Sender:
         """Find out, or see to it, that nothing of these writes moves; ``Quieted`` follows unless that fails."""
         self._thread.spawn(self._prove(writes))
 
+    def closing(self) -> None:
+        """No engine is made any more in the place of one that is destroyed."""
+        self._closing = True
+
     async def close(self) -> None:
         """Destroy the engine; whatever it had under way is quiet then."""
+        self.closing()
         await self._hashers.close()
-        await asyncio.to_thread(self._engine.close)
+        async with self._proof:
+            try:
+                await asyncio.to_thread(self._engine.close)
+            except TransportError as error:
+                logger.warning("the engine is not proven closed: %s", error)
 
     def _bind(self, admitted: Admitted, request: TransferRequest) -> Descriptors:
         admitted.plan.check(request)
@@ -175,7 +186,7 @@ class Sender:
         try:
             if self._destroyed:
                 async with self._proof:
-                    if self._destroyed:
+                    if not self._closing and self._destroyed:
                         await self._renew()
             peer = await self._peer(self._engine, order.admitted) if order.rows.count else None
         except TransportError as error:
@@ -184,6 +195,11 @@ class Sender:
         except RemoteProtocolError as error:
             logger.warning("transfer %s: refused: %s", order.start.transfer, error)
             self._failed(order, error.reason, error.message, quiet=True)
+            return
+        except Exception:  # the boundary of this task: a pull must not wait for a fault that nobody has foreseen
+            logger.exception("transfer %s: its consumer cannot be written to", order.start.transfer)
+            said = "the producer failed before it wrote anything, its log says how"
+            self._failed(order, ProtocolReason.TRANSPORT_FAILED, said, quiet=True)
             return
         finally:
             del self._starting[order.start.write]
@@ -289,8 +305,9 @@ class Sender:
                 self._peers.clear()
                 landing = self._writes.landing(writes)
                 self._writes.settle()
-                self._on_renewed(len(writes))
-                await self._renew()
+                if not self._closing:
+                    self._on_renewed(len(writes))
+                    await self._renew()
         self._feed(Quieted(landing, landing=True))
         self._feed(Quieted(tuple(write for write in writes if write not in landing)))
 
@@ -298,6 +315,7 @@ class Sender:
         """Put a new engine in the place of one that is destroyed; when that fails, the next write tries again."""
         try:
             self._engine = await asyncio.to_thread(self._fresh)
+            self._address = self._engine.address()
         except TransportError as error:
             logger.warning("no new engine can be made, writes fail until one can: %s", error)
             return

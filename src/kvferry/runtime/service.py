@@ -12,6 +12,7 @@ up when its constructor returns: the socket is bound and, for a producer, the ra
 
 import logging
 import queue
+import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
@@ -36,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT = 60.0
 CLOSE_TIMEOUT = 4.0
+"""For what lives on a runtime's thread."""
+THREAD_TIMEOUT = 0.5
+"""For the thread itself, beside what is left of the time before."""
 
 _T = TypeVar("_T")
 
@@ -195,11 +199,13 @@ def _closed(thread: LoopThread, closing: Callable[[], None], stop: Callable[[], 
     """Close what lives on the thread, then the thread; says whether it was open."""
     if not thread.post(closing):
         return False
+    deadline = time.monotonic() + CLOSE_TIMEOUT
     try:
         thread.run(stop(), timeout=CLOSE_TIMEOUT)
     except TimeoutError:
         logger.warning("not closed within %.0f s; what is left ends with the process", CLOSE_TIMEOUT)
-    thread.close()
+    finally:
+        thread.close(timeout=max(0.0, deadline - time.monotonic()) + THREAD_TIMEOUT)
     return True
 
 

@@ -5,12 +5,15 @@ not all say so. With no write under way nobody asks.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from kvferry.runtime.loop import LoopThread
 from kvferry.transport import Submission, SubmissionState
+
+logger = logging.getLogger(__name__)
 
 LONGEST_PAUSE: Final = 2e-3
 
@@ -72,7 +75,10 @@ class Writes(Generic[_Key]):
 
     async def _ask(self) -> None:
         while self._pending or self._doubtful:
-            self._poll()
+            try:
+                self._poll()
+            except Exception:  # the boundary of this task, which all later writes need
+                logger.exception("the end of a write could not be dealt with")
             await asyncio.sleep(LONGEST_PAUSE)
         self._task = None
 

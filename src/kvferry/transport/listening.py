@@ -2,7 +2,8 @@
 
 An engine of others' tells one of its ports at best, and takes more. What it took are those that are there after it was
 built and were not before. Other threads may have begun to listen meanwhile, so there may be too many, never too few.
-And it takes any that are free; to keep it from some, they are taken while it looks.
+And it takes any that are free; to keep it from some, they are taken while it looks. To keep every process of the host
+from some, they are bound for good: nobody else can bind them then, and who connects is refused.
 """
 
 import contextlib
@@ -67,6 +68,41 @@ def _take(family: socket.AddressFamily, port: int) -> socket.socket:
             one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         one.bind(("", port))
         one.listen(1)
+    except OSError:
+        one.close()
+        raise
+    return one
+
+
+class Kept:
+    """Ports on which nobody on this host listens until they are let go, and those who connect are refused."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, socket.socket] = {}
+
+    def keep(self, ports: Collection[int]) -> None:
+        """Bind these ports, as far as nobody else has them; those that are kept already stay so."""
+        for port in set(ports) - self._held.keys():
+            with contextlib.suppress(OSError):
+                self._held[port] = _bind(port)
+
+    def close(self) -> None:
+        """Let all of them go."""
+        while self._held:
+            self._held.popitem()[1].close()
+
+
+def _bind(port: int) -> socket.socket:
+    """Bind a port in both families, without listening."""
+    both = socket.has_dualstack_ipv6()
+    one = socket.socket(socket.AF_INET6 if both else socket.AF_INET)
+    try:
+        if both:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        # Connections of the one who listened here last do not stand in the way; after that nobody may share the port.
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind(("", port))
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError:
         one.close()
         raise

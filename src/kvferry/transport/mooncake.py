@@ -15,8 +15,9 @@ The engine's own habits decide how it is driven (each was measured on version 0.
   Every call here passes one door that checks, and after a fork the child never destroys what it has inherited.
 * It listens on every interface and lets anyone who connects write registered memory: that is for the network to stop.
 * It takes two free ports of its range at random: its address, and one that bytes are sent to. A writer remembers the
-  second, and connects to it again: what it sends then is taken by whatever engine has that port. So where a writer is
-  in doubt, no later engine of this process takes either (``retire()``).
+  second, and connects to it again: what it sends then is taken by whatever engine has that port, whichever process it
+  is in. So where a writer is in doubt, no later engine on this host takes either (``retire()``), as long as this
+  process lives.
 """
 
 import atexit
@@ -47,7 +48,7 @@ from kvferry.transport.engine_settings import (
     outstanding_limit,
     settings_for,
 )
-from kvferry.transport.listening import listening_ports, taken
+from kvferry.transport.listening import Kept, listening_ports, taken
 from kvferry.transport.progress import Progress
 from kvferry.transport.ranges import RegionTable, check_descriptors, describe, split_rows
 from kvferry.transport.window import Lane, Pace, RowState
@@ -70,6 +71,8 @@ _BUILDING = threading.Lock()
 """Held while an engine takes its ports, so that none is taken for another engine's."""
 _RETIRED: set[int] = set()
 """Ports that writers in doubt know; never let go, for such a writer may be stopped, and go on at any time."""
+_KEPT = Kept()
+"""Those of them whose engines are destroyed: other processes of this host are kept from them too."""
 _LIVE: "weakref.WeakSet[MooncakeTransport]" = weakref.WeakSet()
 
 
@@ -159,7 +162,7 @@ class MooncakeTransport:
         return False
 
     def retire(self) -> None:
-        """Keep the ports of this engine from all later ones."""
+        """Keep the ports of this engine from all later ones, in whatever process of this host, once it is closed."""
         with _BUILDING:
             _RETIRED.update(self._engine.ports)
 
@@ -203,6 +206,8 @@ class MooncakeTransport:
                     f"an engine call of {self._address} has not returned within {limit} s of close(): the engine "
                     f"is not destroyed and memory that it may touch is not quiet; close() can be called again",
                 )
+            with _BUILDING:
+                _KEPT.keep(self._engine.ports & _RETIRED)
             for lane in self._lanes.values():
                 lane.fence(error)
             self._lanes.clear()
