@@ -7,7 +7,8 @@ runs. The time is that from handing the prompt to the prefill engine to the one 
 engine is asked when the prefill engine has answered, as routers do. Where kvferry's time goes is read from the INFO
 line that both sides log for each transfer.
 
-The page is rewritten as a whole, docs/ttft.md; figures without their machine would say nothing, so both are in it.
+The page is rewritten as a whole, docs/ttft.md; figures without their machine would say nothing, so both are in it. It
+ends with exit status 1 when kvferry is slower than upstream at any length by more than chance explains.
 """
 
 import argparse
@@ -196,7 +197,7 @@ def page(timings: Timings, *, starts: int, rounds: int, load: Sequence[float]) -
         [
             str(length),
             f"{middle(s.nbytes for s in found) / 2**20:.2f}",
-            *(f"{middle(get(s) for s in found):.2f}" for get in _SHARES),
+            *(_part(middle(get(s) for s in found), timings.median("kvferry", length)) for get in _SHARES),
             f"{middle(timings.prefill['kvferry', length]) * 1e3:.1f}",
             f"{middle(timings.decode['kvferry', length]) * 1e3 - middle(s.whole for s in found):.1f}",
         ]
@@ -240,11 +241,33 @@ def _against(timings: Timings, length: int) -> str:
     return f"{timings.median('kvferry', length) / timings.median('upstream', length):.2f}"
 
 
-def _apart(timings: Timings, length: int) -> str:
-    """Mean of the differences inside a round, and its standard error, in milliseconds."""
+@dataclass(frozen=True)
+class Apart:
+    """How much later kvferry's pair answers than upstream's, inside a round, in milliseconds."""
+
+    mean: float
+    error: float
+    """Standard error of the mean."""
+
+    @property
+    def is_slower(self) -> bool:
+        """More than chance explains: two standard errors."""
+        return self.mean > 2 * self.error
+
+
+def apart(timings: Timings, length: int) -> Apart:
     pairs = zip(timings.seconds["kvferry", length], timings.seconds["upstream", length], strict=True)
-    apart = [(mine - theirs) * 1e3 for mine, theirs in pairs]
-    return f"{statistics.mean(apart):+.2f} ± {statistics.stdev(apart) / len(apart) ** 0.5:.2f}"
+    found = [(mine - theirs) * 1e3 for mine, theirs in pairs]
+    return Apart(statistics.mean(found), statistics.stdev(found) / len(found) ** 0.5)
+
+
+def _apart(timings: Timings, length: int) -> str:
+    found = apart(timings, length)
+    return f"{found.mean:+.2f} ± {found.error:.2f}"
+
+
+def _part(milliseconds: float, whole: float) -> str:
+    return f"{milliseconds:.2f} ({milliseconds / whole:.1%})"
 
 
 def _spread(timings: Timings) -> str:
@@ -288,7 +311,7 @@ own computing differs by some percent.
 
 Above 1 in the last column but one kvferry is the slower one. The last column is the mean of the differences inside a
 round, with its standard error: a difference of less than twice that may be chance. Where the time goes with kvferry,
-medians in milliseconds:
+medians in milliseconds, and what part of the time to first token they are:
 
 {shares}
 
@@ -322,6 +345,8 @@ def main() -> None:
     text = page(timings, starts=chosen.starts, rounds=chosen.rounds, load=(before, os.getloadavg()[0]))
     chosen.out.write_text(text)
     print(text)
+    if slower := [length for length in LENGTHS if apart(timings, length).is_slower]:
+        raise SystemExit(f"slower than vLLM's own connector at {slower} tokens")
 
 
 if __name__ == "__main__":

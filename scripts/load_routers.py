@@ -5,6 +5,9 @@ and the same with vLLM's own connector. Each way from a prefill to a decode engi
 has each router in front of it in turn. What is asked, compared and audited: :mod:`kvferry.testing.mixed_load`.
 ``vllm-router`` never tells a producer that nobody comes for a prompt, and neither router can tell vLLM's own connector;
 so what clients leave behind is freed when it expires, soon here.
+
+``--router example-proxy --proxy FILE`` puts the proxy there that vLLM gives as an example
+(:mod:`kvferry.testing.example_proxy` says where it is).
 """
 
 import argparse
@@ -15,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
+from kvferry.testing.example_proxy import serve_example_proxy
 from kvferry.testing.mixed_load import Ends, forget_caches, plan_load, run_load, take_references
 from kvferry.testing.model_recipes import QWEN3
 from kvferry.testing.models import build_model
@@ -25,6 +29,7 @@ from kvferry.testing.serve import (
     Served,
     ServedPair,
     ServeSpec,
+    reporting,
     serve_engines,
     serve_router,
     serve_vllm_router,
@@ -48,8 +53,6 @@ Engines = dict[tuple[Role, Connector], Served]
 def spec_of(role: Role, connector: Connector, folder: Path) -> ServeSpec:
     """Few enough blocks that sixteen long prompts do not fit at once."""
     options = {
-        "mooncake_protocol": "tcp",
-        "transfer_report": str(folder / "transfers.jsonl"),
         "debug_socket_dir": str(folder / "debug"),
         "publish_timeout": float(UNFETCHED_S),
         "silence_timeout": 30.0,  # four servers on two cores: a peer that has no time for some seconds is not dead
@@ -64,21 +67,20 @@ def spec_of(role: Role, connector: Connector, folder: Path) -> ServeSpec:
             *("--max-model-len", "2304", "--block-size", "32", "--max-num-seqs", "16"),
             *("--num-gpu-blocks-override", "600"),
         ),
-        options=options if connector == "ferry" else None,
+        options={**(options if connector == "ferry" else {}), **reporting(connector, folder)},
         environment={"VLLM_SERVER_DEV_MODE": "1", "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(UNFETCHED_S)},
     )
 
 
 def ends_of(engines: Engines, way: tuple[Connector, Connector], folder: Path) -> Ends:
     pair = pair_of(engines, way)
-    told = [side for side, kind in zip(("producer", "consumer"), way, strict=True) if kind == "ferry"]
     return Ends(
         pair.prefill.url,
         pair.decode.url,
         folder / "transfers.jsonl",
         folder / "debug",
         SERVED_NAME,
-        told_by=frozenset(told),
+        told_by=frozenset(("producer", "consumer") if way[0] == "ferry" else ("consumer",)),
     )
 
 
@@ -87,18 +89,17 @@ def pair_of(engines: Engines, way: tuple[Connector, Connector]) -> ServedPair:
 
 
 def routers(
-    served: ServedPair, folder: Path, wanted: Sequence[str]
+    served: ServedPair, folder: Path, wanted: Sequence[str], proxy: Path | None
 ) -> Iterator[tuple[str, AbstractContextManager[str]]]:
     for name in wanted:
         log = folder / f"{name}.log"
-        yield (
-            name,
-            (
-                serve_router(served, log=log, arguments=PATIENT)
-                if name == "kvferry"
-                else serve_vllm_router(served, ROUTER, log=log)
-            ),
-        )
+        match name, proxy:
+            case "kvferry", _:
+                yield name, serve_router(served, log=log, arguments=PATIENT)
+            case "example-proxy", Path() as script:
+                yield name, serve_example_proxy(served, script, log=log)
+            case _:
+                yield name, serve_vllm_router(served, ROUTER, log=log)
 
 
 def main() -> int:
@@ -106,7 +107,8 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--router", action="append", choices=("kvferry", "vllm-router"), default=[])
+    parser.add_argument("--router", action="append", choices=("kvferry", "vllm-router", "example-proxy"), default=[])
+    parser.add_argument("--proxy", type=Path, help="mooncake_connector_proxy.py of vLLM's source archive")
     parser.add_argument("--way", action="append", choices=tuple(WAYS), default=[])
     parser.add_argument("--folder", type=Path, help="where logs and reports stay; a temporary one by default")
     chosen = parser.parse_args()
@@ -114,6 +116,8 @@ def main() -> int:
     if "vllm-router" in wanted and not ROUTER.exists():
         print(f"{ROUTER} is missing: `make load-routers` installs it")
         return 2
+    if "example-proxy" in wanted and (chosen.proxy is None or not chosen.proxy.exists()):
+        parser.error("example-proxy needs --proxy FILE: mooncake_connector_proxy.py of vLLM's source archive")
     with ExitStack() as stack:
         folder = chosen.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         ways = {name: WAYS[name] for name in chosen.way or WAYS}
@@ -149,7 +153,7 @@ def load(
     bad = 0
     for way, kinds in ways.items():
         ends = ends_of(engines, kinds, folder)
-        for name, router in routers(pair_of(engines, kinds), folder, wanted):
+        for name, router in routers(pair_of(engines, kinds), folder, wanted, chosen.proxy):
             with router as url:
                 audit = run_load(url, ends, asks, references, concurrency=chosen.concurrency)
             print(f"{way}, {name}: {audit}", *audit.faults, sep="\n  ", flush=True)

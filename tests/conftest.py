@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from kvferry.testing import recorded
 from kvferry.testing.engine_forge import EngineForge
 from kvferry.testing.engines import warm_forge
+from kvferry.testing.recorded import pytest_configure
 from kvferry.testing.skips import pytest_make_collect_report, pytest_runtest_makereport
 
-__all__ = ["pytest_make_collect_report", "pytest_runtest_makereport"]
+__all__ = ["pytest_configure", "pytest_make_collect_report", "pytest_runtest_makereport"]
 
 # How long an example takes says how busy the machine is, not whether the code is right.
 settings.register_profile("any-machine", deadline=None)
@@ -18,7 +20,8 @@ settings.load_profile("any-machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Of tests/vllm/test_cells.py."""
+    """Of tests/vllm/test_cells.py, and where results are kept."""
+    recorded.pytest_addoption(parser)
     group = parser.getgroup("kvferry")
     group.addoption("--cells", choices=["core", "all"], default="core", help="cells of real engines: the core, or all")
     group.addoption("--cell-results", metavar="FILE", help="add a JSON line for each cell to this file")

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.layout import ContextParallel, Group, Layout
+from kvferry.layout import ContextParallel, Group, Layout, Region
 from kvferry.testing.commands import call, write_layouts
 from kvferry.testing.example_layouts import hybrid, token_major
-from kvferry.testing.layouts import page, state, worker
+from kvferry.testing.layouts import at, page, state, worker
 
 
 def checked(producers: list[Path], consumers: list[Path]) -> dict[str, Any]:
@@ -167,3 +167,30 @@ def test_extreme_strides_are_measured_without_harm(tmp_path: Path) -> None:
     narrow = worker([page("l.0", tokens=4096, nbytes=8, num_blocks=2)])
     paths = write_layouts(tmp_path, p=wide, d=narrow)
     assert checked([paths["p"]], [paths["d"]])["pairs"][0]["smallest_run"] == 8
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_sides_however_unequal_are_measured_soon(tmp_path: Path, shared: bool) -> None:
+    """A block of a million million tokens against one of one: a table of so many entries is never made."""
+    groups = [Group("attention", 2**40), Group("attention", 2**40 if shared else 1)]
+    large = worker([page("l.0", tokens=2**40, nbytes=8, num_blocks=2)], groups=groups)
+    small = worker([page("l.0", tokens=1, nbytes=8, num_blocks=2)], groups=[Group("attention", 1)])
+    paths = write_layouts(tmp_path, p=large, d=small)
+    (pair,) = checked([paths["p"]], [paths["d"]])["pairs"]
+    assert pair["smallest_run"] == 8
+    assert pair["bytes_per_1000_tokens"] == 8000
+
+
+def test_memory_at_the_end_of_the_address_space_is_measured_like_any_other(tmp_path: Path) -> None:
+    """Made-up blocks lie behind the last one, where these addresses have no room."""
+
+    def side(end: int, tokens: int) -> Layout:
+        half = 8 * tokens
+        parts = [page("l.0", tokens=tokens, nbytes=8, num_blocks=1, component=name) for name in ("k", "v")]
+        regions = [Region(end - 2 * half, half), Region(end - half, half)]
+        return worker([at(parts[0], end - 2 * half), at(parts[1], end - half)], regions=regions)
+
+    paths = write_layouts(tmp_path, p=side(2**63 - 1, 4), q=side(2**20, 4), d=side(2**63 - 1, 24))
+    high, low = (checked([paths[name]], [paths["d"]])["pairs"] for name in ("p", "q"))
+    assert high == low
+    assert high[0]["bytes_per_1000_tokens"] == 16_000

@@ -199,3 +199,22 @@ def test_a_layout_without_components_is_empty_not_an_error(tmp_path: Path) -> No
     path = write_layouts(tmp_path, e=empty)["e"]
     assert inspected(path)["components"] == []
     assert call(["inspect", path, "--svg", str(tmp_path / "e.svg")]).status == 2  # no block to draw
+
+
+def test_pages_that_reach_into_each_other_are_drawn_in_full(tmp_path: Path) -> None:
+    """The pages of a block take turns, row by row: one of them is not what lies between two page starts."""
+    rows = Axis("token", 0, 100_000, 100_000, 16)
+    turns = Component("l.0", 0, "kv", 0, 0, 2, 3_200_000, (rows,), Content(8, "x"), 2, 8, 1)
+    path, svg = (
+        write_layouts(tmp_path, t=worker([turns], groups=[Group("attention", 200_000)]))["t"],
+        tmp_path / "t.svg",
+    )
+    assert call(["inspect", path, "--svg", str(svg)]).status == 0
+    assert svg.stat().st_size < 100_000
+
+
+def test_names_that_xml_cannot_say(tmp_path: Path) -> None:
+    path = write_layouts(tmp_path, o=worker([page("l.0", tokens=4, nbytes=8)], engine_id="a\x1b[0m\x00b"))["o"]
+    svg = tmp_path / "o.svg"
+    assert call(["inspect", path, "--svg", str(svg)]).status == 0
+    assert any("engine a?[0m?b" in (e.text or "") for e in ElementTree.parse(svg).iter(f"{SVG}text"))

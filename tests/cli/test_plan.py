@@ -191,6 +191,30 @@ def test_a_pipe_may_be_slow_but_not_endless(files: Files) -> None:
     assert json.loads(done.stderr)["error"]["reason"] == "limit-exceeded"
 
 
+def test_a_file_whose_name_is_no_text(files: Files) -> None:
+    odd = os.fsencode(files.folder) + b"/\xff.json"
+    os.link(files.folder / "P0.json", odd)
+    arguments = [
+        "plan",
+        "--producer",
+        odd,
+        "--consumer",
+        files.folder / "D0.json",
+        "--request",
+        files.folder / "R.json",
+    ]
+    picture = files.folder / "plan.svg"
+    done = subprocess.run(
+        [sys.executable, "-m", "kvferry.cli", *arguments, "--svg", picture],
+        env={**os.environ, "COLUMNS": "190"},
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    assert b"0: \\udcff.json" in done.stdout
+    assert b"from producer 0: ?.json" in picture.read_bytes()
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("ending", ["> /dev/full", "| true", ">&-", "2>&-"])
 def test_output_that_goes_nowhere_is_no_traceback(files: Files, ending: str, unbuffered: str) -> None:

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvferry.layout import Axis, Component, Content, Layout
+from kvferry.layout import Axis, Component, Content, ContextParallel, Group, Layout
 from kvferry.plan import BlockTable, TransferRequest, encode_request
 from kvferry.testing.commands import call, write_layouts
 from kvferry.testing.example_layouts import hybrid, token_major
@@ -126,3 +126,15 @@ def test_a_refused_plan_draws_nothing(tmp_path: Path) -> None:
     answer = call([*words, "--svg", tmp_path / "plan.svg"])
     assert answer.refusal["reason"] == "missing-coordinates"
     assert not (tmp_path / "plan.svg").exists()
+
+
+def test_a_first_block_that_belongs_to_other_ranks(tmp_path: Path) -> None:
+    """Three copies of context-parallel rank 0 of 2: they need nothing of the block in which the request begins."""
+
+    def side(number: int) -> Layout:
+        group = Group("attention", 2, context_parallel=ContextParallel(0, 2, 2))
+        return worker([page("l.0", tokens=2, nbytes=8, address=4096 * number)], groups=[group])
+
+    request = TransferRequest(6, 10, tables(1, first=8), tables(2, 3, first=4))
+    drawn = picture(tmp_path, [side(0)], [side(1), side(2), side(3)], request)
+    assert any(words.startswith("3 descriptors") for words in drawn.words)

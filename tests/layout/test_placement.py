@@ -107,6 +107,13 @@ def test_garbage_from_a_peer_is_refused(data: bytes) -> None:
         decode_placement(data)
 
 
+def test_a_peers_placement_of_another_version_is_refused() -> None:
+    data = encode_placement(bind_layout(two_tensors(4096, 8192)).placement)
+    assert b"kvferry.placement/1" in data
+    with pytest.raises(PlanError, match="invalid-layout.*placement/2"):
+        decode_placement(data.replace(b"kvferry.placement/1", b"kvferry.placement/2"))
+
+
 def test_a_peers_placement_is_held_to_the_memory_rule() -> None:
     placement = bind_layout(worker([page("l0", tokens=4, nbytes=8)])).placement
     placed = placement.placed[0]

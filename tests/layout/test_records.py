@@ -40,6 +40,10 @@ HEAD = Axis("head", 0, 1, 1, 8)
         (lambda: Group("state", 4, sliding_window=2), "a state group has no sliding_window"),
         (lambda: Group("state", 4, chunk=2), "a state group has no chunk"),
         (lambda: Group("attention", 4, context_parallel=ContextParallel(0, 2, 3)), "interleave 3 does not divide"),
+        (
+            lambda: Group("attention", 2**60, context_parallel=ContextParallel(0, 8, 2**60)),
+            "one table entry covers block_tokens 1152921504606846976 x context_parallel size 8 positions",
+        ),
         (lambda: Region(0, 0), "nbytes is 0"),
         (lambda: Region(LIMIT, 1), "reaches past"),
         (lambda: Parallel(1, 1, 0, 1, 0, 1), "tp_rank 1 is not below tp_size 1"),
@@ -63,6 +67,13 @@ def test_what_is_just_allowed() -> None:
     assert Axis("head", 3, 1, 4, 1).stop == 4
     assert Region(LIMIT - 1, 1).stop == LIMIT
     assert ContextParallel(1, 2, 1).rank == 1
+    assert Group("attention", 2**60, context_parallel=ContextParallel(0, 7, 2**60)).entry_tokens == 7 * 2**60
+
+
+@pytest.mark.parametrize("memory", ["cpu\n", "cuda:0\n", " cpu", "cuda:", "cuda:12345", "CPU"])
+def test_a_memory_is_named_as_it_is_spelt_and_nothing_more(memory: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match="matching regex"):
+        msgspec.convert({"address": 0, "nbytes": 1, "memory": memory}, Region)
 
 
 def test_a_state_may_leave_out_what_only_rows_have() -> None:

@@ -557,3 +557,18 @@ def test_a_side_needs_a_layout() -> None:
     for producers, consumers, name in (([], [placement], "producer"), ([placement], [], "consumer")):
         with pytest.raises(PlanError, match=f"the {name} side has no layout"):
             compile_plan(producers, consumers)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
+def test_a_layer_in_groups_that_deal_positions_out_in_two_ways_is_refused(order: tuple[int, ...]) -> None:
+    """One rank has head 0 at all positions, two have head 1 at every other four: right in principle."""
+
+    def rank(head: int, group: int, number: int) -> Placement:
+        groups = [Group("attention", 4), Group("attention", 4, context_parallel=ContextParallel(number, 2, 4))]
+        part = page("l0", heads=(head, 1, 2), tokens=4, nbytes=8, group=group)
+        return bind_layout(worker([part], groups=groups)).placement
+
+    ranks = rank(0, 0, 0), rank(1, 1, 0), rank(1, 1, 1)
+    whole = bind_layout(worker([page("l0", heads=(0, 2, 2), tokens=4, nbytes=8)])).placement
+    with pytest.raises(PlanError, match="unsupported: layer 'l0' component 'kv' lies in groups .* out in 2 ways"):
+        compile_plan([ranks[place] for place in order], [whole])

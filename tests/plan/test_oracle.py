@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from kvferry.testing.fuzz_plan import fuzz, kvferry_planner, violations_of
+from kvferry.testing.fuzz_plan import fuzz, kvferry_planner, morphed_case, violations_of
 from kvferry.testing.oracle import check_plan
 from kvferry.testing.strategies import Case, cases
 from kvferry.testing.worked import WORKED, Worked
@@ -23,6 +23,12 @@ def test_seeded_cases_and_how_often_each_feature_occurred(capsys: pytest.Capture
         print(f"\nfeatures in {report.count} cases:\n{report.table()}")
     assert [(f.seed, f.violations[:3]) for f in report.failures] == []
     assert report.rare() == []
+
+
+def test_seeded_cases_made_into_what_is_not_drawn_else() -> None:
+    report = fuzz(kvferry_planner, range(2_000_000, 2_000_500), draw=morphed_case)
+    assert [(f.seed, f.violations[:3]) for f in report.failures] == []
+    assert report.features["bytes to move"] > 250
 
 
 @pytest.mark.parametrize("case", WORKED, ids=lambda c: c.name)

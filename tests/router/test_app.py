@@ -1,6 +1,7 @@
 """The router over real HTTP: what each side gets when all is well, and who is told what when not."""
 
 import json
+import socket
 import threading
 
 import httpx
@@ -63,6 +64,15 @@ def test_a_stream_passes_through_byte_for_byte(make_site):
     assert routed.headers["content-type"].startswith("text/event-stream")
     assert "stream_options" not in site.prefilled()[0]
     assert site.prefilled()[0]["stream"] is False
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_connection_to_an_engine_is_used_again(make_site, stream):
+    site = make_site()
+    for _ in range(3):
+        assert site.complete(prompt="a", stream=stream).status_code == 200
+    for engine in (site.prefills[0], site.decodes[0]):
+        assert len({request.port for request in engine.received}) == 1
 
 
 def test_events_reach_the_client_before_the_answer_is_complete(make_site):
@@ -229,7 +239,9 @@ def test_data_parallel_ranks_take_turns_and_decode_is_told_the_right_engine(make
     [
         (b"{", None),
         (b"[1]", None),
+        (b"[" * 100_000, None),
         (b'{"prompt": "a", "n": 0}', "n"),
+        (b'{"prompt": "a", "stream": "false"}', "stream"),
         (b'{"prompt": ["a", "b"], "n": 600}', "prompt"),
     ],
 )
@@ -240,6 +252,17 @@ def test_a_bad_request_is_refused_in_openai_form_without_asking_an_engine(make_s
     assert answer.json()["error"]["code"] == 400
     assert answer.json()["error"]["param"] == param
     assert site.prefilled() == []
+
+
+def test_a_body_is_read_up_to_its_limit(make_site):
+    site = make_site(max_body=1000)
+    for length, status in ((1000, 200), (1001, 413), (100_000, 413)):
+        body = b'{"prompt": "%s"}' % (b"a" * (length - 14))
+        assert len(body) == length
+        answer = site.client.post("/v1/completions", content=iter([body[:500], body[500:]]))
+        assert answer.status_code == status
+    assert answer.json()["error"]["code"] == 413
+    assert len(site.prefilled()) == 1
 
 
 def test_an_engines_verdict_on_the_request_is_the_clients_answer(make_site):
@@ -303,3 +326,45 @@ def test_many_requests_at_once_spread_over_the_engines(make_site):
     assert failures == []
     counts: list[OpenAiEngine] = [*site.prefills, *site.decodes]
     assert min(len(engine.received) for engine in counts) >= 4
+
+
+def test_header_values_pass_as_the_bytes_that_they_are(make_site):
+    site = make_site()
+    site.decodes[0].mood.headers = {"x-note": "\u4f60".encode().decode("latin-1")}
+    answer = site.client.post(
+        "/v1/completions", json={"prompt": "a"}, headers={"x-user": "J\xe9r\xf4me".encode("latin-1")}
+    )
+    assert answer.status_code == 200
+    assert {e.received[0].headers["x-user"] for e in (site.prefills[0], site.decodes[0])} == {"J\xe9r\xf4me"}
+    assert dict(answer.headers.raw)[b"x-note"] == "\u4f60".encode()
+
+
+def test_a_list_is_answered_under_the_clients_id_though_engines_repeat_those_of_pieces(make_site):
+    site = make_site()
+    site.decodes[0].mood.headers = {"x-request-id": "mine-0"}
+    answer = site.complete(prompt=["a", "b"], headers={"x-request-id": "mine"})
+    assert answer.headers.get_list("x-request-id") == ["mine"]
+
+
+def test_only_the_path_of_a_request_reaches_an_engine(make_site):
+    """Not what its Host header looks like when it is put together with it."""
+    site = make_site()
+    body = b'{"prompt": "a"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x/sleep?y=\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", site.router.port)) as client:
+        client.sendall(head % len(body) + body)
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert [request.path for request in site.prefills[0].received] == ["/v1/completions"]
+
+
+def test_times_are_counted_of_what_succeeded(make_site):
+    site = make_site()
+    site.prefills[0].mood.status = 500
+    assert site.complete(prompt="a").status_code == 500
+    for name in ("prefill", "first_output"):
+        assert site.metric(f"kvferry_router_{name}_seconds_count") == 0
+    site.prefills[0].mood.status = 200
+    assert site.complete(prompt="a").status_code == 200
+    for name in ("prefill", "first_output"):
+        assert site.metric(f"kvferry_router_{name}_seconds_count") == 1

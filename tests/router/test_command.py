@@ -76,3 +76,14 @@ def test_an_address_of_another_machine_is_one_line():
     assert len(ended.stderr.splitlines()) == 1
     assert "cannot listen on 192.0.2.1 port 8000" in ended.stderr
     assert ended.stderr.endswith("check --host and --port\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--bootstrap-ca", "/nowhere.pem"], "'/nowhere.pem' cannot be used"), (["--host", "a..b"], "is no host name")],
+)
+def test_options_that_cannot_be_meant_are_one_line_and_status_2(arguments, said):
+    ended = run_for(arguments)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert len(ended.stderr.splitlines()) == 1
+    assert said in ended.stderr

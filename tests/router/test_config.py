@@ -17,6 +17,7 @@ from kvferry.router import Cooldown, Decode, Patience, Prefill, RouterConfig
         (" https://h:1 , 9000 ", "https://h:1", "http://h:9000"),
         ("http://h:1,https://other:5/", "http://h:1", "https://other:5"),
         ("http://[::1]:1,9", "http://[::1]:1", "http://[::1]:9"),
+        ("http://a_b.é:1", "http://a_b.é:1", "http://a_b.é:8998"),
     ],
 )
 def test_prefill_addresses(text, url, bootstrap):
@@ -25,7 +26,8 @@ def test_prefill_addresses(text, url, bootstrap):
 
 @pytest.mark.parametrize(
     "text",
-    ["h:1", "ftp://h:1", "http://", "http://h:0", "http://h:99999", "http://h:1,x", "http://h:1,0", "http://h:1?a"],
+    ["h:1", "ftp://h:1", "http://", "http://h:0", "http://h:99999", "http://h:1,x", "http://h:1,0", "http://h:1?a"]
+    + ["http://h:1?", "http://h:1/#", "http://a..b:1", f"http://{'a' * 64}:1", "http://h:1/\x01", "http://h h:1"],
 )
 def test_bad_addresses_are_refused_by_name(text):
     with pytest.raises(ConfigError, match="--prefill") as caught:
@@ -42,6 +44,7 @@ def test_bad_addresses_are_refused_by_name(text):
         {"port": 70000},
         {"rounds": 0},
         {"max_batch": 0},
+        {"max_body": 0},
         {"directory_ttl": -1.0},
     ],
 )

@@ -80,3 +80,10 @@ def test_an_error_event_stands_for_a_status(value, status):
 @pytest.mark.parametrize("event", [b"data: {}\n\n", b'data: {"error": null}\n\n', b": x\n\n", b"data: [DONE]\n\n"])
 def test_other_events_are_no_errors(event):
     assert events.error_of(event) is None
+
+
+@pytest.mark.parametrize("data", [b"", b"[DONE]", b"[1]", b"\xff", b'{"a":"\xff"}', b"[" * 100_000, b'{"a":' * 100_000])
+def test_what_is_no_object_is_none_whatever_it_is(data):
+    assert events.object_of(data) is None
+    assert events.parse(b"data: " + data + b"\n\n") is None
+    assert events.object_of(b'{"a":1}') == {"a": 1}

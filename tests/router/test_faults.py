@@ -1,14 +1,20 @@
 """Engines that fail, with real sockets: who is asked next, what becomes of the handoff, and what the client is told."""
 
+import contextlib
 import json
+import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
 from kvferry.router import Patience
-from kvferry.testing.openai_engine import OpenAiEngine, wait_until
+from kvferry.testing.openai_engine import HttpPeer, OpenAiEngine, wait_until
 
 
 def transfer_of(body):
@@ -341,3 +347,77 @@ def test_a_decode_process_killed_before_its_first_output_is_replaced(make_site, 
     first, second = [transfer_of(body) for body in site.prefilled()]
     assert transfer_of(site.decodes[1].received[0].body) == second
     wait_for_releases(site, [first])
+
+
+def test_a_bootstrap_that_does_not_answer_is_waited_for_once(make_site):
+    """By all who need it together, not by one after the other."""
+    site = make_site(prefills=2, patience=Patience(connect=1, prefill=5, decode=5, control=0.5))
+    site.bootstraps[0].stop()
+    with socket.create_server(("127.0.0.1", site.bootstraps[0].port), backlog=64), ThreadPoolExecutor(24) as clients:
+        began = time.monotonic()
+        answers = list(clients.map(lambda _: site.complete(prompt="a"), range(24)))
+        took = time.monotonic() - began
+    assert {answer.status_code for answer in answers} == {200}
+    assert took < 3
+
+
+def test_a_bootstrap_that_answers_without_an_end_is_given_up(make_site):
+    site = make_site(prefills=2, patience=Patience(connect=1, prefill=5, decode=5, control=0.3))
+    site.bootstraps[0].stop()
+    over = threading.Event()
+
+    def drip(listening):
+        connection, _ = listening.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\nx-slow: ")
+            while not over.wait(0.05):
+                connection.sendall(b"a")
+
+    with socket.create_server(("127.0.0.1", site.bootstraps[0].port)) as listening:
+        thread = threading.Thread(target=drip, args=(listening,))
+        thread.start()
+        began = time.monotonic()
+        assert {site.complete(prompt="a").status_code for _ in range(2)} == {200}
+        took = time.monotonic() - began
+        over.set()
+        thread.join(timeout=10)
+    assert took < 3
+    sample = (
+        f'kvferry_router_attempts_total{{engine="{site.prefills[0].url}",outcome="engine-timed-out",role="prefill"}}'
+    )
+    assert site.metric(sample) == 1
+
+
+@pytest.mark.parametrize("role", ["prefills", "decodes"])
+def test_a_redirection_is_a_fault_and_never_the_clients(make_site, role):
+    site = make_site(prefills=2, decodes=2)
+    getattr(site, role)[0].mood.status = 302
+    getattr(site, role)[0].mood.headers = {"location": "http://10.0.0.1/"}
+    assert {site.complete(prompt="a").status_code for _ in range(2)} == {200}
+
+
+def test_a_prefill_address_that_answers_with_something_else_is_passed_over(make_site):
+    async def page(request):
+        return Response("<html>")
+
+    odd = HttpPeer(Starlette(routes=[Route("/v1/completions", page, methods=["POST"])]))
+    site = make_site(prefills=[odd, OpenAiEngine()])
+    assert {site.complete(prompt="a").status_code for _ in range(2)} == {200}
+    assert {body["kv_transfer_params"]["remote_engine_id"] for body in site.decoded()} == {"P1"}
+    wait_until(lambda: site.bootstraps[0].released, what="what it may have kept is released")
+
+
+def test_an_answer_that_does_not_end_after_its_last_event_is_an_answer(make_site):
+    async def answer(request):
+        async def generate():
+            yield b'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n'
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        return StreamingResponse(generate(), media_type="text/event-stream")
+
+    site = make_site(decodes=[HttpPeer(Starlette(routes=[Route("/v1/completions", answer, methods=["POST"])]))])
+    began = time.monotonic()
+    got = site.complete(prompt="a", stream=True)
+    assert got.content == b'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n'
+    assert time.monotonic() - began < 4

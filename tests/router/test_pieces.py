@@ -1,5 +1,7 @@
 """Cutting a request into pieces and writing their engine requests."""
 
+import tracemalloc
+
 import pytest
 
 from kvferry.ids import EngineId, TransferId
@@ -110,6 +112,14 @@ def test_a_decode_request_is_the_clients_with_the_handoff():
     assert decode_body(only({"prompt": "a"}), None) == {"prompt": "a"}
 
 
+@pytest.mark.parametrize("sent", ["text", 7, ["a"], {"do_remote_prefill": True}])
+def test_a_client_steers_no_transfer_by_either_field(sent):
+    body = {"prompt": "a", "kv_transfer_params": sent, "vllm_xargs": {"kv_transfer_params": sent, "session_id": "s"}}
+    assert decode_body(only(body), None) == {"prompt": "a", "vllm_xargs": {"session_id": "s"}}
+    assert prefill_body(only(body), TRANSFER)["vllm_xargs"] == {"session_id": "s"}
+    assert decode_body(only({"prompt": "a", "vllm_xargs": "odd"}), None)["vllm_xargs"] == "odd", "for vLLM to judge"
+
+
 @pytest.mark.parametrize(
     ("body", "alone"),
     [
@@ -129,3 +139,14 @@ def test_a_decode_request_is_the_clients_with_the_handoff():
 )
 def test_who_computes_the_prompt(body, alone):
     assert only(body).decode_only is alone
+
+
+def test_too_many_prompts_are_counted_before_they_are_cut():
+    body = {"prompt": ["a"] * 200_000, **{f"field{number}": number for number in range(20)}}
+    tracemalloc.start()
+    try:
+        with pytest.raises(RefusedError):
+            cut(body, limit=1024)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()

@@ -1,5 +1,6 @@
 """Whom to ask next, by a clock that stands still unless told."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
@@ -106,3 +107,23 @@ def test_a_pool_is_usable_while_one_engine_is_not_cooling(pool):
     fail(pool, pool.engines[2])
     assert not pool.usable()
     assert sorted(urls(pool)) == ["a", "b", "c"]
+
+
+def _lost(*_):
+    raise UpstreamError(FaultReason.LOST, "", reached=True)
+
+
+def test_what_was_in_flight_together_fails_as_one(pool, clock):
+    a = pool.engines[0]
+    for pause in (2, 4):
+        killed = ExitStack()
+        for _ in range(20):
+            killed.enter_context(pool.using(a))
+        killed.push(_lost)
+        with pytest.raises(UpstreamError):
+            killed.close()
+        assert pool.in_flight(a) == 0
+        clock.now += pause - 0.5
+        assert pool.standing(a) is Standing.COOLING
+        clock.now += 0.5
+        assert pool.standing(a) is Standing.ON_TRIAL

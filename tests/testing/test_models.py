@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.model_recipes import LFM2, MODELS, QWEN3
+from kvferry.testing.model_recipes import GEMMA3N, LFM2, LLAMA4, MODELS, QWEN3, TinyModel
 from kvferry.testing.models import VOCABULARY, build_model, text_of, token_ids
 
 pytest.importorskip("transformers")
@@ -35,13 +35,13 @@ def test_a_model_that_exists_is_not_built_again(tmp_path: Path) -> None:
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_the_weights_fit_the_architecture(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tiny", [*MODELS.values(), GEMMA3N, LLAMA4], ids=lambda tiny: tiny.name)
+def test_the_weights_fit_the_architecture(tiny: TinyModel, tmp_path: Path) -> None:
     """transformers loads every weight and misses none, but for the head that is the embedding."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    folder = build_model(MODELS[name], tmp_path)
+    folder = build_model(tiny, tmp_path)
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not set(info["missing_keys"]) - {"lm_head.weight"}
     assert not info["unexpected_keys"]

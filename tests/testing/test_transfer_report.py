@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvferry.runtime.report import Line, Report
-from kvferry.testing.transfer_report import Transfer, read_reports, wait_for_reports
+from kvferry.testing.transfer_report import Transfer, read_reports, wait_for_report, wait_for_reports
 
 PRODUCER = Line(
     transfer_id="t",
@@ -88,3 +88,43 @@ def test_a_transfer_that_nobody_reported_is_not_proven(tmp_path: Path) -> None:
     found = wait_for_reports([tmp_path / "none.jsonl"], ["t"], timeout=0.0)
     assert found["t"].problems() == ("nothing was reported",)
     assert not found["t"].complete
+
+
+class TestToUpstream:
+    """Its producer calls every rank of such a consumer the first one."""
+
+    SENT = tuple(msgspec.structs.replace(PRODUCER, digest=digest) for digest in ("cd" * 16, "ab" * 16))
+    LANDED = tuple(
+        msgspec.structs.replace(CONSUMER, consumer_rank=rank, digest=digest)
+        for rank, digest in enumerate(("ab" * 16, "cd" * 16))
+    )
+
+    def test_the_digests_of_all_ranks_are_compared_at_once(self) -> None:
+        assert Transfer("t", self.SENT, self.LANDED).landing_problems() == ()
+
+    def test_a_rank_that_sent_nothing_of_what_it_holds_is_not_counted(self) -> None:
+        copy = msgspec.structs.replace(PRODUCER, producer_rank=1, bytes=0)
+        assert Transfer("t", (*self.SENT, copy), self.LANDED).landing_problems() == ()
+
+    @pytest.mark.parametrize(
+        "landed",
+        [LANDED[:1], (), (LANDED[0], LANDED[0]), (LANDED[0], msgspec.structs.replace(LANDED[1], digest=None))],
+        ids=["one is missing", "nothing", "another", "no digest"],
+    )
+    def test_what_has_not_landed_as_it_was_sent_is_told(self, landed: tuple[Line, ...]) -> None:
+        (problem,) = Transfer("t", self.SENT, landed).landing_problems()
+        assert problem.startswith("digests differ")
+
+    def test_what_failed_or_was_not_reported_is_told(self) -> None:
+        failed = msgspec.structs.replace(CONSUMER, status="failed", reason="gone", digest=None, pages=0)
+        assert "consumer: failed (gone)" in Transfer("t", self.SENT, (failed,)).landing_problems()
+        assert Transfer("t", (), ()).landing_problems() == ("nothing was reported",)
+        no_digest = [msgspec.structs.replace(line, digest=None) for line in (PRODUCER, CONSUMER)]
+        assert Transfer("t", (no_digest[0],), (no_digest[1],)).landing_problems() == ("no digest",)
+
+
+def test_a_report_is_waited_for_until_it_holds(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", PRODUCER)
+    assert wait_for_report(path, "t", lambda found: found.sent, timeout=0.0).sent == ("ab" * 16,)
+    assert wait_for_report(path, "t", lambda found: found.landed, timeout=0.0).landed == ()
+    assert wait_for_report(path, "other", lambda found: found.landed, timeout=0.0) == Transfer("other", (), ())

@@ -49,8 +49,8 @@ RELEASES = pytest.mark.parametrize("contract", EVERY, ids=[one.release for one i
 REVIEWED = {
     "0.33.0": {
         "KVConnectorBase_V1.supports_sleep_mode": "answered no; 0.32 does not ask and is refused at start-up",
-        "KVConnectorBase_V1.unregister_kv_caches": "called for sleep mode only, which is refused",
-        "KVConnectorBase_V1.restore_kv_caches": "called for sleep mode only, which is refused",
+        "KVConnectorBase_V1.unregister_kv_caches": "called for sleep mode only: refused once more, before memory goes",
+        "KVConnectorBase_V1.restore_kv_caches": "called after the above only",
         "Executor.get_class": "picks among vLLM's own; ours is given as a class",
         "Executor.get_simple_cpu_offload_num_blocks": "of another connector",
         "Executor.profile": "never called for a dump",

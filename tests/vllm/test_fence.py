@@ -66,9 +66,9 @@ class Rank:
         table = (Table(0, (block,)),)
         return Publish(Ticket(block), RequestId("p"), TransferId(transfer), BLOCK, table, marks)
 
-    def pull(self, transfer: str, block: int) -> Pull:
-        table = (Table(0, (block,)),)
-        return Pull(Ticket(block), RequestId("d"), TransferId(transfer), self.source, Span(0, BLOCK), table, "prompt")
+    def pull(self, transfer: str, block: int, *, request: str = "d") -> Pull:
+        wanted = (Ticket(block), RequestId(request), TransferId(transfer), self.source, Span(0, BLOCK))
+        return Pull(*wanted, (Table(0, (block,)),), "prompt")
 
     def received(self) -> set[str]:
         ended = self.worker.take_ended()

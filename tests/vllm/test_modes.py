@@ -1,7 +1,6 @@
 """Modes of an engine that a connector must live with, on vLLM's own scheduler: who loads nothing, and who is told."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +8,10 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from vllm.config import KVEventsConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_events import BlockStored
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 
 from kvferry.errors import ConfigError
 from kvferry.protocol import Span
@@ -19,7 +19,7 @@ from kvferry.testing.model_recipes import QWEN3
 from kvferry.testing.models import build_model
 from kvferry.vllm.config import parse_config
 from kvferry.vllm.connector import FerryConnector
-from kvferry.vllm.endpoint import check_sleep_mode, read_options
+from kvferry.vllm.endpoint import read_options
 from kvferry.vllm.metadata import Expect, Publish, Pull, Release
 
 from . import engine_core as core
@@ -176,13 +176,21 @@ def test_blocks_that_came_are_told_as_stored_when_they_are_there(model: Path) ->
 # --------------------------------------------------------------------------------------------------- sleep mode
 
 
-def test_sleep_mode_is_refused_by_name() -> None:
-    """vLLM 0.33 asks the class; older releases do not."""
-    assert FerryConnector.supports_sleep_mode(SimpleNamespace()) is False
-    asleep = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
-    with pytest.raises(ConfigError, match="--enable-sleep-mode"):
-        check_sleep_mode(asleep)
-    check_sleep_mode(SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=False)))
+def test_sleep_mode_is_refused_by_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the connector, when vLLM builds it; from 0.33 on by vLLM, which asks the connector's class before that.
+
+    No CPU can sleep, and vLLM says so before it comes to connectors: so here its platform says that it can.
+    """
+    assert (
+        FerryConnector.supports_sleep_mode(KVTransferConfig(kv_connector="FerryConnector", kv_role="kv_both")) is False
+    )
+    monkeypatch.setattr(type(current_platform), "is_sleep_mode_available", lambda platform: True)
+    with pytest.raises((ConfigError, ValueError), match="sleep mode unmaps|does not support sleep mode"):
+        core.make_core(model, "kv_both", core.full_attention(), enable_sleep_mode=True)
+    awake = core.make_core(model, "kv_both", core.full_attention()).scheduler.connector
+    assert isinstance(awake, FerryConnector)
+    with pytest.raises(ConfigError, match="sleep mode unmaps"):
+        awake.unregister_kv_caches()  # how 0.33 puts to sleep an engine that was not started for it
 
 
 # ------------------------------------------------------------------------------------------- data parallel ranks

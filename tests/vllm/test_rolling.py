@@ -30,3 +30,4 @@ def test_a_fleet_moves_from_upstream_to_kvferry_under_load_without_a_wrong_answe
     assert rolled.pairs.keys() == {(first, second) for first in kinds for second in kinds}
     assert len(rolled.own) < sum(rolled.pairs.values()) / 10
     assert rolled.digests > 10
+    assert rolled.landed > 10

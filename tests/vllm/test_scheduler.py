@@ -96,8 +96,54 @@ def test_a_prompt_aborted_in_the_queue_is_withdrawn(model: Path) -> None:
     engine = core.make_core(model, "kv_producer", core.full_attention())
     engine.add("p", prompt(40), params=for_prefill())
     engine.scheduler.finish_requests("p", RequestStatus.FINISHED_ABORTED)
-    (withdraw,) = engine.schedule().orders
+    expect, withdraw = engine.schedule().orders
+    assert expect == Expect("t1")
     assert isinstance(withdraw, Withdraw)
+
+
+def test_a_prompt_that_waits_for_its_turn_is_expected_already(model: Path) -> None:
+    """Routers may send decode at once, and a pull for a transfer that nobody has spoken of is not kept for long."""
+    engine = core.make_core(model, "kv_producer", core.full_attention(), max_num_seqs=1, max_num_batched_tokens=64)
+    engine.add("p1", prompt(150), params=for_prefill("t1"))
+    engine.add("p2", prompt(150, first=90), params=for_prefill("t2"))
+    step = engine.schedule()
+    assert step.output.num_scheduled_tokens == {"p1": 64}
+    assert step.orders == (Expect("t1"), Expect("t2"))
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_an_abort_takes_nothing_from_another_request_of_the_same_transfer(model: Path, published: bool) -> None:
+    """As when a client's library sends a prefill request a second time, and gives the first one up."""
+    engine = core.make_core(model, "kv_producer", core.full_attention())
+    engine.add("p1", prompt(40), params=for_prefill(), max_tokens=1 if published else 9)
+    engine.run()
+    engine.add("p2", prompt(40), params=for_prefill(), max_tokens=9)
+    engine.run()
+    engine.scheduler.finish_requests("p2", RequestStatus.FINISHED_ABORTED)
+    assert engine.run() == ()
+    engine.scheduler.finish_requests("p1", RequestStatus.FINISHED_ABORTED)
+    assert [type(order) for order in engine.run()] == [] if published else [Withdraw]
+
+
+def test_an_engine_of_both_roles_fetches_a_prompt_and_hands_it_on(model: Path) -> None:
+    engine = core.make_core(model, "kv_both", core.full_attention())
+    engine.add("b", prompt(40), params=for_prefill() | for_decode())
+    step = engine.schedule()
+    expect, pull = step.orders
+    assert (expect, type(pull)) == (Expect("t1"), Pull)
+    step.finish(received=["b"], quiet=[pull.ticket])
+    engine.run()
+    (publish,) = engine.schedule().orders
+    assert isinstance(publish, Publish)
+    assert publish.tokens == 40
+
+
+def test_who_waits_for_an_engine_of_both_roles_is_told_when_its_own_fetch_is_given_up(model: Path) -> None:
+    engine = core.make_core(model, "kv_both", core.full_attention())
+    engine.add("b", prompt(40), params=for_prefill() | for_decode())
+    engine.run()
+    engine.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    assert [type(order) for order in engine.schedule().orders] == [Cancel, Withdraw]
 
 
 def test_a_prefill_without_transfer_id_is_not_published(model: Path) -> None:
@@ -304,6 +350,18 @@ def test_a_prompt_of_which_vllms_connector_has_given_back_a_block_is_computed_he
     engine.add("d", prompt(tokens, first=10 if cached else 60), params=for_decode())
     found = [type(order) for order in engine.schedule().orders if order.request == "d"]
     assert found == [Pull if pulls else Release]
+
+
+def test_why_a_prompt_is_computed_here_is_said_once(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM asks in every step in which the request has to wait."""
+    specs = [core.full_attention(), core.sliding_window(32)]
+    engine = core.make_core(model, "kv_consumer", *specs, max_num_seqs=2, max_num_batched_tokens=64)
+    engine.add("one", prompt(20), params=for_decode("t0"))
+    engine.schedule().finish(received=["one"], upstream=[SOURCE.engine])
+    request = engine.add("d", prompt(47, first=60), params=for_decode())
+    for _ in range(5):
+        assert engine.scheduler.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert caplog.text.count("request d: its prompt is computed here") == 1
 
 
 def test_from_kvferry_such_a_prompt_is_pulled(model: Path) -> None:

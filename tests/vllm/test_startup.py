@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, ConfigReason
 from kvferry.ids import EngineId, Incarnation
 from kvferry.layout import Group, bind_layout
 from kvferry.runtime import Local
@@ -63,6 +63,20 @@ def test_a_private_network_that_is_not_private_is_refused_at_the_start() -> None
     assert StartUp.read(deployment, here=HOME, environ={}).host.ip == "10.0.0.3"
     with pytest.raises(ConfigError, match="require_private_network"):
         StartUp.read(deployment, here=(*HOME, LocalAddress("eth1", "8.8.4.4")), environ={})
+
+
+def test_prefill_context_parallelism_is_refused_by_name() -> None:
+    """On a CPU vLLM itself refuses it, when its configuration is put together: so it is changed after that."""
+    from vllm.config import ParallelConfig, VllmConfig
+
+    from kvferry.vllm.endpoint import check_parallel
+
+    config = VllmConfig()
+    check_parallel(config)
+    config.parallel_config = ParallelConfig(prefill_context_parallel_size=2)
+    with pytest.raises(ConfigError, match="prefill context parallel size 2: only 1 is supported yet") as refusal:
+        check_parallel(config)
+    assert refusal.value.reason is ConfigReason.UNSUPPORTED_MODEL
 
 
 def test_what_vllm_detects_counts_where_no_option_does() -> None:

@@ -2,9 +2,11 @@
 
 Each cell has a prefill and a decode engine under each connector. Every prompt goes through kvferry to kvferry, kvferry
 to upstream and upstream to kvferry. Right is: the text that the decode engine gives alone, and one digest for the pages
-of a prompt, wherever they were computed and whoever wrote them.
+of a prompt, wherever they were computed and whoever wrote them: of what a kvferry engine sent, and of what is in the
+memory of the decode engine, kvferry's or not.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +24,7 @@ from kvferry.testing.engines import Engine, start_engines
 from kvferry.testing.model_recipes import DEEPSEEK_V2, GEMMA3, LFM2, QWEN3, QWEN3_NEXT, TinyModel
 from kvferry.testing.models import build_model, token_ids
 from kvferry.testing.pair import Served
-from kvferry.testing.transfer_report import Transfer, wait_for_reports
+from kvferry.testing.transfer_report import Transfer, wait_for_report
 from kvferry.testing.upstream_pair import Fleet, Kind, Role, member
 
 pytestmark = [pytest.mark.vllm, pytest.mark.mooncake]
@@ -136,43 +138,92 @@ def test_a_prompt_is_the_same_whoever_computes_and_whoever_writes_it(
             if cell.exact:
                 assert {way: one.decode.tokens for way, one in served.items()} == dict.fromkeys(served, want), length
             else:
-                check_likeness(alone, prompt, served)
-            check_pages(served, report, one_token=length == 1)
+                check_likeness([alone], prompt, served)
+            transfers = {way: reported(report, one.transfer_id, way) for way, one in served.items()}
+            check_pages(transfers, one_token=length == 1)
+            assert len(transfers["ferry>ferry"].sent) <= 1
             if (nbytes := cell.nbytes.get(length)) is not None:
-                assert wait_for_side(report, served["ferry>upstream"].transfer_id, "ferry").nbytes == nbytes
+                assert transfers["ferry>upstream"].nbytes == nbytes
         for engine in engines:
             engine.wait_for_free_blocks(free[engine.spec.name], timeout=15)
 
 
-def check_likeness(alone: Engine, prompt: list[int], served: dict[str, Served]) -> None:
-    """The engine alone finds each token as likely as the engine that chose it."""
+def check_likeness(alone: Sequence[Engine], prompt: list[int], served: dict[str, Served]) -> None:
+    """An engine alone finds each token as likely as the engine that chose it: all of them one of these engines does.
+
+    Engines of unequal tensor parallel sizes sum up in unequal order: on single prompts they do not agree in bfloat16.
+    """
     for way, one in served.items():
-        forced = alone.score(prompt, one.decode.tokens, request_id=f"forced-{one.transfer_id}")
-        verdict = compare_logprobs(one.decode.logprobs, forced, BFLOAT16_TOLERANCE)
-        assert verdict.equal, (way, len(prompt), verdict.detail)
+        forced = [engine.score(prompt, one.decode.tokens, request_id=f"forced-{one.transfer_id}") for engine in alone]
+        verdicts = [compare_logprobs(one.decode.logprobs, scores, BFLOAT16_TOLERANCE) for scores in forced]
+        assert any(verdict.equal for verdict in verdicts), (way, len(prompt), [v.detail for v in verdicts])
 
 
-def check_pages(served: dict[str, Served], report: Path, *, one_token: bool) -> None:
-    """One digest for all: told by the producer where it is kvferry, by the consumer where that is."""
-    wanted = [one.transfer_id for one in served.values()]
-    both = wait_for_reports([report], wanted[:1], timeout=10)[wanted[0]]
-    transfers = {way: wait_for_side(report, one.transfer_id, way) for way, one in served.items()}
-    assert both.proven or (one_token and not both.nbytes), both.problems()
-    told = {line.digest for one in transfers.values() for line in (*one.producer, *one.consumer)} - {None}
-    assert len(told) <= 1
-    assert told or one_token
+def check_pages(transfers: dict[str, Transfer], *, one_token: bool) -> None:
+    """The same was sent and has landed, at every end that is looked at.
+
+    Where a kvferry decode engine computes the last token of a prompt itself, it fetches nothing of a prompt of one.
+    """
+    between, there = transfers["ferry>ferry"], transfers["ferry>upstream"]
+    assert there.landing_problems() == ()
+    if between.nbytes or not one_token:
+        assert between.problems() == ()
+        assert between.sent == there.sent
+    for way, transfer in transfers.items():
+        assert way.endswith("upstream") or transfer.landed == between.landed, way
 
 
-def wait_for_side(report: Path, transfer: str, way: str) -> Transfer:
-    found = wait_for_reports([report], [transfer], timeout=0.5)[transfer]
+def reported(report: Path, transfer: str, way: str) -> Transfer:
+    """All of it was written down before the answer came."""
+    holds = {
+        "ferry>ferry": lambda found: found.proven,
+        "ferry>upstream": lambda found: not found.landing_problems(),
+        "upstream>ferry": lambda found: found.landed,
+    }
+    found = wait_for_report(report, transfer, holds[way], timeout=1)
     lines: Sequence[object] = found.producer if way.startswith("ferry") else found.consumer
     assert lines, f"{way}: nothing was reported"
     assert all(line.status == "done" for line in (*found.producer, *found.consumer))
     return found
 
 
+def test_one_wrong_byte_at_a_decode_engine_of_upstreams_is_noticed(
+    tmp_path: Path, model_folder: Path, forge: EngineForge
+) -> None:
+    """It is changed where it landed, before the decode engine's memory is read."""
+    model, report = build_model(QWEN3, model_folder), tmp_path / "transfers.jsonl"
+    roles: tuple[tuple[Role, Kind, dict[str, Any]], ...] = (
+        ("prefill", "ferry", {}),
+        ("decode", "upstream", {"flip_a_byte": True}),
+    )
+    specs = [
+        member(Cell(QWEN3).spec(model, role, 64), role, kind, transfer_report=str(report), **more)
+        for role, kind, more in roles
+    ]
+    with start_engines(specs, logs=tmp_path, forge=forge) as engines:
+        served = Fleet.of(engines).pair("prefill", "decode").generate(prompt_of(0, 129), max_tokens=1, name="flipped")
+        found = reported(report, served.transfer_id, "ferry>upstream")
+        assert len(found.sent) == len(found.landed) == 1
+        (problem,) = found.landing_problems()
+        assert problem.startswith("digests differ")
+        with pytest.raises(AssertionError):
+            check_pages({"ferry>ferry": found, "ferry>upstream": found}, one_token=False)
+
+
+PARTS = {
+    "dense": QWEN3,
+    "short convolution": LFM2,
+    "sliding window": GEMMA3,
+    "latent rows": DEEPSEEK_V2,
+    "gated delta net": QWEN3_NEXT,
+}
+CORE = (QWEN3, LFM2)
+BLOCKS = {DEEPSEEK_V2.name: 16, QWEN3_NEXT.name: 640}
+"""Of models that are not free to choose: of GDN, vLLM makes an attention page as large as a state."""
+
+
 @pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 2), (2, 1)])
-@pytest.mark.parametrize("recipe", [QWEN3, LFM2, QWEN3_NEXT], ids=["dense", "short convolution", "gated delta net"])
+@pytest.mark.parametrize("recipe", PARTS.values(), ids=PARTS)
 def test_unequal_tensor_parallel_sizes(
     recipe: TinyModel,
     prefill_ranks: int,
@@ -182,11 +233,11 @@ def test_unequal_tensor_parallel_sizes(
     forge: EngineForge,
     request: pytest.FixtureRequest,
 ) -> None:
-    """Text and pages, both ways; but upstream would write states wrongly, so these are not asked of it."""
-    if recipe is QWEN3_NEXT and request.config.getoption("--cells") != "all":
+    """Answers and pages, both ways; but upstream would write states wrongly, so these are not asked of it."""
+    if recipe not in CORE and request.config.getoption("--cells") != "all":
         pytest.skip("runs with --cells all")
     model = build_model(recipe, model_folder)
-    block = 640 if recipe is QWEN3_NEXT else 64  # vLLM makes its attention page as large as its state
+    block = BLOCKS.get(recipe.name, 64)
     cell = Cell(recipe, lengths=(2, 64, 65, 300))
     kinds: tuple[Kind, ...] = ("ferry", "upstream")
     roles: tuple[tuple[Role, int], ...] = (("prefill", prefill_ranks), ("decode", decode_ranks))
@@ -210,20 +261,22 @@ def test_unequal_tensor_parallel_sizes(
         for number, length in enumerate(cell.lengths):
             prompt = prompt_of(number, length)
             want = alone.generate(prompt, max_tokens=ANSWER, request_id=f"alone{number}").tokens
-            pages = {}
+            served = {}
             for first, second in (("ferry", "ferry"), ("ferry", "upstream"), ("upstream", "ferry")):
                 pair = fleet.pair(f"{first}-prefill", f"{second}-decode")
                 got = pair.generate(prompt, max_tokens=ANSWER, name=f"{first}-{second}-{number}")
                 if recipe.has_state and first == "upstream":
                     assert got.decode.finish_reason == "error"
-                    continue
-                assert got.decode.tokens == want or not recipe.exact, (first, second, length)
-                moved = wait_for_side(report, got.transfer_id, f"{first}>{second}")
-                lines = moved.producer if first == "ferry" else moved.consumer
-                pages[first, second] = sorted(line.digest or "" for line in lines)
-            assert len(pages["ferry", "ferry"]) == max(prefill_ranks, decode_ranks)
-            assert all(pages["ferry", "ferry"])
-            assert pages == dict.fromkeys(pages, pages["ferry", "ferry"]), length
+                else:
+                    served[f"{first}>{second}"] = got
+            if recipe.exact:
+                assert {way: one.decode.tokens for way, one in served.items()} == dict.fromkeys(served, want), length
+            else:
+                check_likeness([fleet.engines["ferry-prefill"], alone], prompt, served)
+            transfers = {way: reported(report, one.transfer_id, way) for way, one in served.items()}
+            check_pages(transfers, one_token=False)
+            copies = recipe is DEEPSEEK_V2  # each rank has all of it: one is enough to send
+            assert len(transfers["ferry>ferry"].sent) == (decode_ranks if copies else max(prefill_ranks, decode_ranks))
 
 
 def test_prefixes_that_the_decode_engine_has_are_not_moved_again(
@@ -247,19 +300,37 @@ def test_prefixes_that_the_decode_engine_has_are_not_moved_again(
     with start_engines(specs, logs=tmp_path, forge=forge) as engines:
         fleet = Fleet.of(engines)
         free = {engine.spec.name: engine.inspect().free_blocks for engine in engines}
-        for first, second in (("ferry", "upstream"), ("upstream", "ferry")):
-            base = token_ids(f"from {first} to {second}, and some of it is there already; " * 20)
-            alone = fleet.engines[f"{first}-decode"]
-            pair = fleet.pair(f"{first}-prefill", f"{second}-decode")
-            cached = []
-            for number, length in enumerate((320, 577, 320, 640)):
-                want = alone.generate(base[:length], max_tokens=ANSWER, request_id=f"alone-{first}-{number}").tokens
-                got = pair.generate(base[:length], max_tokens=ANSWER, name=f"{first}-{number}")
-                assert got.decode.tokens == want, (first, second, length)
-                moved = wait_for_reports([report], [got.transfer_id], timeout=0.5)[got.transfer_id]
-                lines = moved.producer if first == "ferry" else moved.consumer
-                cached.append([line.start for line in lines if line.stop > line.start])
-            assert cached[0] == [0]
-            assert cached[1] in ([256], [320])
+        base = token_ids("some of this text is at the decode engine already, the rest of it is at the other; " * 20)
+        prompts = [base[:length] for length in (320, 577, 320, 640)]
+        alone = fleet.engines["ferry-decode"]
+        want = [
+            alone.generate(prompt, max_tokens=ANSWER, request_id=f"alone{number}").tokens
+            for number, prompt in enumerate(prompts)
+        ]
+        moved: dict[str, list[tuple[int, tuple[str, ...]]]] = {}
+        for first, second in (("ferry", "ferry"), ("ferry", "upstream"), ("upstream", "ferry")):
+            for engine in engines:
+                forget_prefixes(engine)
+            way, pair = f"{first}>{second}", fleet.pair(f"{first}-prefill", f"{second}-decode")
+            moved[way] = []
+            for number, prompt in enumerate(prompts):
+                got = pair.generate(prompt, max_tokens=ANSWER, name=f"{first}-{second}-{number}")
+                assert got.decode.tokens == want[number], (way, number)
+                found = reported(report, got.transfer_id, way)
+                assert first == "upstream" or not found.nbytes or found.sent == found.landed, (way, number)
+                start = max(line.start for line in (*found.producer, *found.consumer))
+                moved[way].append((start, found.landed))
+        assert moved == dict.fromkeys(moved, moved["ferry>ferry"])
+        starts = [start for start, _ in moved["ferry>ferry"]]
+        assert starts[0] == 0
+        assert starts[1] in (256, 320)
         for engine in engines:
             engine.wait_for_free_blocks(free[engine.spec.name], timeout=15)
+
+
+def forget_prefixes(engine: Engine) -> None:
+    """vLLM does it when no block is in use."""
+    deadline = time.monotonic() + 15
+    while not engine.reset_prefix_cache():
+        assert time.monotonic() < deadline, f"blocks of {engine.spec.name} stay held"
+        time.sleep(0.02)

@@ -2,7 +2,11 @@
 
 import random
 import signal
+import tempfile
 import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +15,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvferry.ids import TransferId
+from kvferry.runtime.stories import ask_stories
 from kvferry.testing.engine_forge import EngineForge
 from kvferry.testing.engine_wire import EngineSpec, Generate
 from kvferry.testing.engines import start_engines
 from kvferry.testing.model_recipes import QWEN3
 from kvferry.testing.models import build_model, token_ids
 from kvferry.testing.pair import Ticket
+from kvferry.testing.transfer_report import read_reports
 from kvferry.testing.upstream_pair import Fleet, Kind, Role, member
 
 pytestmark = [pytest.mark.vllm, pytest.mark.mooncake]
@@ -24,7 +31,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.mooncake]
 PROMPT = token_ids("a prompt whose cache will never come, since its prefill engine is gone; " * 4)
 
 
-def spec_of(model: Path, role: Role, kind: Kind, **transfer: Any) -> EngineSpec:
+def spec_of(
+    model: Path, role: Role, kind: Kind, *, options: Mapping[str, Any] | None = None, **transfer: Any
+) -> EngineSpec:
+    """``options`` of the connector; ``transfer``: other fields of vLLM's configuration of it."""
     made = member(
         EngineSpec(
             name=f"{kind}-{role}",
@@ -36,6 +46,7 @@ def spec_of(model: Path, role: Role, kind: Kind, **transfer: Any) -> EngineSpec:
         ),
         role,
         kind,
+        **(options or {}),
     )
     return msgspec.structs.replace(made, kv_transfer={**(made.kv_transfer or {}), **transfer})
 
@@ -45,11 +56,12 @@ def test_a_dead_prefill_engine_of_upstreams_is_noticed_within_ten_seconds(
     how: signal.Signals, tmp_path: Path, model_folder: Path, forge: EngineForge
 ) -> None:
     model = build_model(QWEN3, model_folder)
-    specs = [
-        spec_of(model, "prefill", "upstream"),
-        spec_of(model, "decode", "ferry", kv_load_failure_policy="fail"),
-    ]
-    with start_engines(specs, logs=tmp_path, forge=forge) as (prefill, decode):
+    with tempfile.TemporaryDirectory(prefix="kvferry-") as debug, ExitStack() as stack:
+        specs = [
+            spec_of(model, "prefill", "upstream"),
+            spec_of(model, "decode", "ferry", options={"debug_socket_dir": debug}, kv_load_failure_policy="fail"),
+        ]
+        prefill, decode = stack.enter_context(start_engines(specs, logs=tmp_path, forge=forge))
         pair = Fleet.of([prefill, decode]).pair("upstream-prefill", "ferry-decode")
         free = decode.inspect().free_blocks
         want = pair.generate(PROMPT, max_tokens=6, name="before").decode.tokens
@@ -60,10 +72,9 @@ def test_a_dead_prefill_engine_of_upstreams_is_noticed_within_ten_seconds(
         assert answered.tokens == want  # type: ignore[union-attr]
         waiting = decode.submit(pair.decode_command(PROMPT[1:], "never-computed", "waits", max_tokens=6))
         deadline = time.monotonic() + 10
-        while decode.inspect().free_blocks == free:
+        while not asked_for("never-computed", debug) or decode.inspect().free_blocks == free:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        time.sleep(0.5)
         prefill.kill(how)
         gone = time.monotonic()
         answer = waiting.result(10)
@@ -74,13 +85,20 @@ def test_a_dead_prefill_engine_of_upstreams_is_noticed_within_ten_seconds(
         prefill.kill()
 
 
+def asked_for(transfer: str, debug: str) -> bool:
+    """Whether the decode engine has sent its pull."""
+    told = ask_stories(debug, TransferId(transfer))
+    return any(action.startswith("SendPull") for one in told for event in one.events for action in event.actions)
+
+
 def test_every_pairing_of_one_deployment_answers_right_under_load(
     tmp_path: Path, model_folder: Path, forge: EngineForge
 ) -> None:
     model = build_model(QWEN3, model_folder)
     kinds: tuple[Kind, ...] = ("upstream", "ferry")
     roles: tuple[Role, ...] = ("prefill", "decode")
-    specs = [spec_of(model, role, kind) for kind in kinds for role in roles]
+    report = tmp_path / "transfers.jsonl"
+    specs = [spec_of(model, role, kind, options={"transfer_report": str(report)}) for kind in kinds for role in roles]
     with start_engines(specs, logs=tmp_path, forge=forge) as engines:
         fleet = Fleet.of(engines)
         free = {engine.spec.name: engine.inspect().free_blocks for engine in engines}
@@ -94,20 +112,39 @@ def test_every_pairing_of_one_deployment_answers_right_under_load(
             alone.generate(prompt, max_tokens=6, request_id=f"alone{number}").tokens
             for number, prompt in enumerate(prompts)
         ]
-        steps = [("upstream", "upstream"), ("ferry", "upstream"), ("upstream", "ferry"), ("ferry", "ferry")]
-        under_way: list[tuple[int, Ticket]] = []
+        steps: list[tuple[Kind, Kind]] = [
+            ("upstream", "upstream"),
+            ("ferry", "upstream"),
+            ("upstream", "ferry"),
+            ("ferry", "ferry"),
+        ]
+        under_way: list[UnderWay] = []
         for step, (first, second) in enumerate(steps):
             pair = fleet.pair(f"{first}-prefill", f"{second}-decode")
             for number, prompt in enumerate(prompts):
-                under_way.append((number, pair.submit(prompt, max_tokens=6, name=f"step{step}-{number}")))
+                ticket = pair.submit(prompt, max_tokens=6, name=f"step{step}-{number}")
+                under_way.append(UnderWay(ticket, (first, second), want[number]))
                 if len(under_way) > 10:
-                    settle(under_way.pop(0), want)
+                    under_way.pop(0).settle(report)
         while under_way:
-            settle(under_way.pop(0), want)
+            under_way.pop(0).settle(report)
         for engine in engines:
             engine.wait_for_free_blocks(free[engine.spec.name], timeout=15)
 
 
-def settle(request: tuple[int, Ticket], want: list[list[int]]) -> None:
-    number, ticket = request
-    assert ticket.result().decode.tokens == want[number]
+@dataclass(frozen=True)
+class UnderWay:
+    """A request, the connectors that it goes through, and its right answer."""
+
+    ticket: Ticket
+    way: tuple[Kind, Kind]
+    want: list[int]
+
+    def settle(self, report: Path) -> None:
+        """Wait for it; its pages were reported before it was answered."""
+        assert self.ticket.result().decode.tokens == self.want, self.way
+        if self.way == ("upstream", "upstream"):
+            return  # none of them tells what it sends
+        found = read_reports([report])[self.ticket.transfer_id]
+        assert self.way[0] == "upstream" or found.landing_problems() == (), self.way
+        assert found.landed, self.way

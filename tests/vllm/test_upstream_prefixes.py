@@ -1,8 +1,8 @@
 """Prefix caches beside a sliding window, kvferry on one side and vLLM's own MooncakeConnector on the other, both ways.
 
 Prompts that begin alike go through kvferry to kvferry, kvferry to upstream and upstream to kvferry, each way from empty
-caches. What was found at which side must be the same in all three ways, and so must the digests of the moved pages; the
-answers are those of an engine alone.
+caches. In all three ways the same must be found at the same sides, and digests of the pages that moved must be equal:
+as the decode engine's memory has them, and as a kvferry engine sent them. The answers are those of an engine alone.
 
 By itself this runs equal blocks; ``--cells all`` (``make test-vllm``) others too.
 """
@@ -26,7 +26,7 @@ from kvferry.testing.engine_wire import EngineSpec, Generation
 from kvferry.testing.engines import Engine, start_engines
 from kvferry.testing.model_recipes import GEMMA3
 from kvferry.testing.models import build_model, token_ids
-from kvferry.testing.transfer_report import wait_for_reports
+from kvferry.testing.transfer_report import read_reports
 from kvferry.testing.upstream_pair import Fleet, Kind, Role, member
 
 pytestmark = [pytest.mark.vllm, pytest.mark.mooncake, pytest.mark.filterwarnings("default")]
@@ -69,10 +69,13 @@ class Boats:
                 assert time.monotonic() < deadline, f"blocks of {engine.spec.name} stay held"
                 time.sleep(0.02)
 
-    def lines(self, transfer: str, way: tuple[Kind, Kind]) -> Sequence[Line]:
-        found = wait_for_reports([self.report], [transfer], timeout=10 if way == WAYS[0] else 0.2)[transfer]
+    def line(self, transfer: str, way: tuple[Kind, Kind]) -> Line:
+        """Of what came. It was written down before the answer was given."""
+        found = read_reports([self.report])[transfer]
         assert way != WAYS[0] or found.proven, found.problems()
-        return found.producer if way[0] == "ferry" else found.consumer
+        assert way[0] == "upstream" or found.landing_problems() == ()
+        (line,) = found.consumer
+        return line
 
 
 @pytest.fixture(scope="module", params=BLOCKS.values(), ids=BLOCKS)
@@ -142,7 +145,7 @@ def pass_through(
         assert served.decode.tokens == want[number].tokens, (way, cached, number)
         verdict = compare_logprobs(served.decode.logprobs, want[number].logprobs, FLOAT32_TOLERANCE)
         assert verdict.equal, (way, cached, number, verdict.detail)
-        (line,) = boats.lines(served.transfer_id, way)
+        line = boats.line(served.transfer_id, way)
         yield line.start, line.stop, line.digest, served.prefill.cached_tokens
 
 

@@ -5,7 +5,7 @@ joins across blocks that a scattered cache would not join), over as many tokens 
 sides to meet at a common edge. Windows and chunks are left out of the measure; they are told beside it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
@@ -13,16 +13,21 @@ import numpy as np
 
 from kvferry.cli.layers import Alike, name_layers, shape_of
 from kvferry.cli.output import counted
-from kvferry.layout import Binding, Component, Placement
+from kvferry.layout import Binding, Component
 from kvferry.layout.records import LIMIT
 from kvferry.plan import BlockTable, PairPlan, Plan, TransferRequest
 from kvferry.plan.assign import Move
+from kvferry.plan.bind import Side
 from kvferry.plan.boxes import Box
 from kvferry.plan.pair import ClassKey, ClassPlan, SideOfClass, class_key
+from kvferry.plan.request import POSITION_LIMIT
 from kvferry.plan.strands import Strand
 
 RUNS_MEASURED = 1 << 20
 """Runs past which one entry of the larger side is measured instead of the common edge of both."""
+
+UNITS_MEASURED = 1 << 22
+"""Units that are measured at most, of however unequal sides: then less than one entry of the larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +131,7 @@ def costs_of(plan: Plan, src: Sequence[Binding], dst: Sequence[Binding]) -> tupl
         pair = plan.pair(producer, consumer)
         if pair is None:
             continue
-        bench = _Bench(pair, src[producer], dst[consumer])
+        bench = _Bench(pair, _lowered(src[producer]), _lowered(dst[consumer]))
         kinds = kinds_of(pair, plan.assignment.moves[producer, consumer])
         classes = tuple(
             ClassCost(one, tuple(k for k in kinds if k.key == one.key), bench.cost_of((one,))) for one in pair.classes
@@ -175,7 +180,13 @@ class _Bench:
         """Bind ``classes``, all of one kind, to tables whose blocks lie apart."""
         unclipped = tuple(replace(c, key=replace(c.key, sliding_window=None, chunk=None)) for c in classes)
         tokens = 0 if classes[0].key.kind == "state" else _span(classes)
-        tables = (_tables(side, tokens) for side in (self.pair.producer, self.pair.consumer))
+        tables = (
+            _tables(side, tokens, groups={one.group for one in used})
+            for side, used in (
+                (Side(self.pair.producer, self.src), [c.key.src for c in classes]),
+                (Side(self.pair.consumer, self.dst), [c.key.dst for c in classes]),
+            )
+        )
         request = TransferRequest(0, max(tokens, 1), *tables)
         pair = replace(self.pair, classes=unclipped)
         exact, bridged = (
@@ -190,18 +201,30 @@ def _span(classes: Sequence[ClassPlan]) -> int:
     entries = {side.entry_tokens for c in classes for side in (c.key.src, c.key.dst)}
     once, meeting = max(entries), lcm(*entries)
     runs = sum(c.full.count * meeting // c.key.unit_tokens for c in classes)
-    return meeting if runs <= RUNS_MEASURED else once
+    few = min(once, UNITS_MEASURED * min(c.key.unit_tokens for c in classes))
+    return min(meeting if runs <= RUNS_MEASURED else few, POSITION_LIMIT // 2)
 
 
-def _tables(placement: Placement, tokens: int) -> tuple[BlockTable, ...]:
-    """A table for each group; without tokens, one block for each state."""
+def _lowered(binding: Binding) -> Binding:
+    """The same distances between storages, from address 0 on, so that there is room for blocks behind the last."""
+    low = min(binding.bases, default=0)
+    return Binding(tuple(base - low for base in binding.bases))
+
+
+def _tables(side: Side, tokens: int, *, groups: Collection[int]) -> tuple[BlockTable, ...]:
+    """Tables for ``groups``, empty ones for the others; without tokens, one block for each state."""
     tables = []
+    placement = side.placement
+    room = LIMIT - max(side.binding.bases[p.storage] + p.component.stop for p in placement.placed)
     step = 2 * len(placement.groups)
     for number, group in enumerate(placement.groups):
+        if number not in groups:
+            tables.append(BlockTable.empty())
+            continue
         entries = -(-tokens // group.entry_tokens) if group.kind == "attention" else int(not tokens)
         stride = max((c.block_stride for c in placement.components if c.group == number), default=1)
-        # No two touch, and groups that overlay one storage have blocks of their own; wrapped where ids would leave
-        # int64.
-        ids = (np.arange(entries, dtype=np.int64) * step + 2 * number) % max(1, LIMIT // (4 * stride))
+        # No two touch, and groups that overlay one storage have blocks of their own; wrapped where addresses would
+        # leave int64.
+        ids = (np.arange(entries, dtype=np.int64) * step + 2 * number) % max(1, room // stride)
         tables.append(BlockTable(ids, np.ones(entries, dtype=np.bool_), 0))
     return tuple(tables)

@@ -3,6 +3,7 @@
 A subcommand is imported when it is called, so that ``kvferry plan`` does not wait for the router's web server.
 """
 
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -38,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         words[0] = "version"
     sys.stdout = sys.stdout or _nowhere()
     sys.stderr = sys.stderr or _nowhere()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A file's name may hold bytes that are no text, and a terminal may know few characters.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             make_app(words[0] if words else None)(args=spread_lists(words))

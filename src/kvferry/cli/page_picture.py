@@ -22,7 +22,9 @@ class PageView:
     def nbytes(self) -> int:
         """Bytes drawn: to the next page, or to the last live byte."""
         first = self.components[0]
-        if first.pages > 1 and len({(c.pages, c.page_stride) for c in self.components}) == 1:
+        inside = max(_reach(c.axes, c.content.nbytes) for c in self.components)
+        alike = len({(c.pages, c.page_stride) for c in self.components}) == 1
+        if first.pages > 1 and alike and inside <= first.page_stride:  # else pages reach into each other
             return first.page_stride
         low = min(c.address for c in self.components)
         return max(c.address + c.last_in_block for c in self.components) - low

@@ -165,6 +165,8 @@ def windows_of(scene: Scene, key: Key) -> Windows:
         tables[0], groups[0], reach if groups[0].kind == "attention" else _needed(scene.request, groups[0])
     )
     near = sources[:SOURCE_BLOCKS]
+    if not near:  # what the first blocks hold belongs to ranks that are not here, and so nobody has to list it
+        return Windows((), (), ())
     left_out = [
         f"and {more:,} more {word}"
         for more, word in (
@@ -226,7 +228,8 @@ def pieces_of(component: Component) -> list[tuple[int, int]]:
     offsets, reach = [0], component.content.nbytes
     for loop in sorted(loops_in_block(component), key=lambda loop: loop.stride):
         if loop.count > 1 and loop.stride >= component.block_stride:
-            offsets = [o + i * loop.stride for i in range(min(loop.count, PIECES_COUNTED)) for o in offsets]
+            more = (o + i * loop.stride for i in range(min(loop.count, PIECES_COUNTED)) for o in offsets)
+            offsets = sorted(more)[:PIECES_COUNTED]
         else:
             reach += (loop.count - 1) * loop.stride
     return [(offset, reach) for offset in sorted(offsets)]

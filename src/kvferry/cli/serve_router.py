@@ -30,6 +30,7 @@ class LogLevel(StrEnum):
 
 _PATIENCE = Patience()
 _COOLDOWN = Cooldown()
+_MB = 1_000_000
 
 
 def serve_router(  # one parameter for each option
@@ -55,6 +56,7 @@ def serve_router(  # one parameter for each option
     copies: Annotated[
         int, typer.Option(help="Prefill each prompt at so many engines; decode tries the next when one fails.")
     ] = 1,
+    max_body_mb: Annotated[int, typer.Option(min=1, help="Refuse a longer request of a client.")] = 256,
     decode_alone: Annotated[
         bool, typer.Option(help="Let decode engines compute the prompt when no prefill engine can.")
     ] = False,
@@ -77,10 +79,12 @@ def serve_router(  # one parameter for each option
             cooldown=Cooldown(first=cooldown, longest=longest_cooldown),
             rounds=rounds,
             copies=copies,
+            max_body=max_body_mb * _MB,
             decode_alone=decode_alone,
             secret=find_secret(secret_file),
             bootstrap_ca=bootstrap_ca,
         )
+        app = build_app(config)
     except ConfigError as error:
         typer.echo(f"kvferry serve-router: {error}", err=True)
         raise typer.Exit(2) from error
@@ -88,7 +92,7 @@ def serve_router(  # one parameter for each option
     # httpx logs every engine request at INFO; the router has its own line for each client request.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     with _listen(config.host, config.port) as listening:
-        server = uvicorn.Server(uvicorn.Config(build_app(config), log_level=log_level.value, access_log=False))
+        server = uvicorn.Server(uvicorn.Config(app, log_level=log_level.value, access_log=False))
         logging.getLogger(__name__).info("the router listens on %s", _url(listening))
         with contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=[listening])
@@ -105,6 +109,9 @@ def _listen(host: str, port: int) -> socket.socket:
         said = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         typer.echo(f"kvferry serve-router: cannot listen on {host} port {port}: {said}; {remedy}", err=True)
         raise typer.Exit(1) from error
+    except UnicodeError as error:  # a name that no resolver is asked for: an empty label, or one over 63 characters
+        typer.echo(f"kvferry serve-router: --host {host!r} is no host name", err=True)
+        raise typer.Exit(2) from error
 
 
 def _url(listening: socket.socket) -> str:

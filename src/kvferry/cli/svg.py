@@ -9,6 +9,7 @@ text that is escaped, a tooltip on every shape that is too small for a label. No
 True
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -26,6 +27,8 @@ HATCH = "url(#padding)"
 FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 GLYPH = 0.56
 """Width of an average character, in font sizes."""
+
+_UNSAYABLE = re.compile("[^\\t\\n\\r\\x20-\\ud7ff\\ue000-\\ufffd\\U00010000-\\U0010ffff]")
 
 Anchor = Literal["start", "middle", "end"]
 
@@ -100,7 +103,7 @@ class Canvas:
         weight = ' font-weight="600"' if face.bold else ""
         self._shapes.append(
             f'<text x="{_n(x)}" y="{_n(y)}" font-size="{_n(face.size)}" fill={quoteattr(face.fill)} '
-            f'text-anchor="{face.anchor}"{weight}>{escape(words)}</text>'
+            f'text-anchor="{face.anchor}"{weight}>{_told(words)}</text>'
         )
 
     def ribbon(self, top: Edge, bottom: Edge, *, fill: str, tip: str) -> None:
@@ -167,7 +170,12 @@ def shade(colour: str, towards_white: float) -> str:
 
 
 def _closed(tag: str, tip: str) -> str:
-    return f"><title>{escape(tip)}</title></{tag}>" if tip else "/>"
+    return f"><title>{_told(tip)}</title></{tag}>" if tip else "/>"
+
+
+def _told(words: str) -> str:
+    """``words`` as text of the file; what XML has no way to say is a question mark."""
+    return escape(_UNSAYABLE.sub("?", words))
 
 
 def _n(value: float) -> str:

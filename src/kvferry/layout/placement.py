@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -67,7 +68,7 @@ class _PlacementForm(Record, frozen=True):
     groups: tuple[Group, ...]
     storages: tuple[Storage, ...]
     placed: tuple[Placed, ...]
-    format: str = "kvferry.placement/1"
+    format: Literal["kvferry.placement/1"] = "kvferry.placement/1"
 
 
 @dataclass(frozen=True, eq=False)

@@ -106,6 +106,11 @@ class Group(Record, frozen=True):
             raise InvalidLayoutError(
                 f"context_parallel interleave {share.interleave} does not divide block_tokens {self.block_tokens}"
             )
+        if self.entry_tokens > LIMIT:
+            raise InvalidLayoutError(
+                f"one table entry covers block_tokens {self.block_tokens} x context_parallel size "
+                f"{share.size if share else 1} positions, past 2**63 - 1"
+            )
 
     @property
     def share(self) -> ContextParallel | None:
@@ -216,7 +221,7 @@ class Region(Record, frozen=True):
 
     address: Offset
     nbytes: Count
-    memory: Annotated[str, Meta(pattern=r"^(cpu|cuda:[0-9]{1,4})$")] = "cpu"
+    memory: Annotated[str, Meta(pattern=r"^(cpu|cuda:[0-9]{1,4})\Z")] = "cpu"
 
     def __post_init__(self) -> None:
         _positive({"nbytes": self.nbytes}, "region")

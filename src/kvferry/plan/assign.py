@@ -118,11 +118,6 @@ class _Offer:
     """Producer -> place of the component in its placement."""
     sources: _Sources
 
-    @property
-    def group(self) -> Group:
-        """The producers' group; ranks differ in nothing but their share."""
-        return self.labels[0].group
-
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
@@ -258,7 +253,7 @@ def _cut(want: _Want, takers: dict[tuple[int, ...], list[int]]) -> _Cells:
         )
     served: list[tuple[int, Box]] = []
     unserved: list[ContextParallel] = []
-    for share in _shares(want.offer.group):
+    for share in _shares(want):
         left = [shape.traits.box] if meets(shape.traits.share, share) else []
         for source in shape.sources.sets:
             if source.share != share or not _needs(shape, source):
@@ -267,14 +262,21 @@ def _cut(want: _Want, takers: dict[tuple[int, ...], list[int]]) -> _Cells:
             served += [(chosen, met) for part in left if (met := intersect(part, source.box)) is not None]
             left = remainder(left, source.box)
         if left:
-            assert share is not None, "without shares, what is left here would be left anywhere"  # noqa: S101
+            assert share is not None, "without any share, what is left here would be left anywhere"  # noqa: S101
             unserved.append(share)
     return _Cells(tuple(served), tuple(unserved))
 
 
-def _shares(group: Group) -> list[ContextParallel | None]:
-    """Every share of the side that ``group`` is of."""
-    share = group.share
+def _shares(want: _Want) -> list[ContextParallel | None]:
+    """Every share of the producers in the positions of one component."""
+    ways = {(share.size, share.interleave) if (share := label.group.share) else None for label in want.offer.labels}
+    if len(ways) > 1:
+        raise PlanError(
+            PlanReason.UNSUPPORTED,
+            f"{want.component.label} lies in groups of the producers that deal positions out in {len(ways)} ways: put "
+            "it into groups of one context_parallel size and interleave",
+        )
+    share = want.offer.labels[0].group.share
     if share is None:
         return [None]
     if share.size > SHARES_LIMIT:

@@ -8,7 +8,7 @@ read.
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -30,7 +30,16 @@ from kvferry.router.batch import (
 from kvferry.router.client import Client
 from kvferry.router.config import RouterConfig
 from kvferry.router.engines import Engines, new_client
-from kvferry.router.faults import Answer, Headers, RefusedError, UpstreamError, bad_request, error_body, gave_up
+from kvferry.router.faults import (
+    Answer,
+    Headers,
+    RefusedError,
+    UpstreamError,
+    bad_request,
+    error_body,
+    gave_up,
+    too_long,
+)
 from kvferry.router.headers import REQUEST_ID, to_client, to_engine
 from kvferry.router.metrics import CONTENT_TYPE, Metrics
 from kvferry.router.pieces import Piece, cut
@@ -77,10 +86,12 @@ class _Front:
 
     async def generate(self, request: Request) -> Response:
         """``/v1/completions`` and ``/v1/chat/completions``."""
-        path = request.url.path
+        # Not of request.url: that is put together of what the client says, its Host header and its query too.
+        path: str = request.scope["path"]
         request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
         try:
-            body = _object(await request.body())
+            body = _object(await _read(request, self._config.max_body))
+            stream = _streamed(body)
             pieces = cut(body, limit=self._config.max_batch)
         except ClientDisconnect:
             self._metrics.requests.labels(path, CLIENT_LEFT).inc()
@@ -95,7 +106,7 @@ class _Front:
             request_id=request_id,
             answer_id=f"{prefix}-{request_id}",
         )
-        serve = send_stream if body.get("stream") else send_whole
+        serve = send_stream if stream else send_whole
         return _Served(self._relay, batch, serve=serve, metrics=self._metrics)
 
     async def models(self, request: Request) -> Response:
@@ -168,14 +179,37 @@ def _engine_headers(request: Request, request_id: str, *, alone: bool) -> Callab
     return headers
 
 
+async def _read(request: Request, limit: int) -> bytes:
+    read = bytearray()
+    async for data in request.stream():
+        read += data
+        if len(read) > limit:
+            raise too_long(limit)
+    return bytes(read)
+
+
 def _object(body: bytes) -> dict[str, object]:
     try:
         value = msgspec.json.decode(body)
     except msgspec.DecodeError as error:
         raise bad_request("the body is not JSON") from error
+    except RecursionError as error:
+        raise bad_request("the body is nested too deeply") from error
     if not isinstance(value, dict):
         raise bad_request("the body is not a JSON object")
     return value
+
+
+def _streamed(body: Mapping[str, object]) -> bool:
+    """Whether the answer is to be a stream.
+
+    An engine may read a word, and "false" as false: it would then send another kind of answer than is waited for here,
+    which looks like a fault of the engine.
+    """
+    stream = body.get("stream")
+    if isinstance(stream, str):
+        raise bad_request(f"stream must be true or false, got {stream[:16]!r}", param="stream")
+    return bool(stream)
 
 
 def _response(answer: Answer, request_id: str) -> Response:

@@ -15,7 +15,7 @@ from starlette.types import Send
 
 from kvferry.router import events
 from kvferry.router.faults import Answer, Headers, RefusedError, UpstreamError, lost_midway
-from kvferry.router.headers import to_client
+from kvferry.router.headers import raw, to_client
 from kvferry.router.merge import StreamMerge, merge_bodies
 from kvferry.router.pieces import Piece
 from kvferry.router.prefill import Call
@@ -158,8 +158,8 @@ class _Writer:
 
 
 async def _start(send: Send, status: int, headers: Headers) -> None:
-    raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
-    await send({"type": "http.response.start", "status": status, "headers": raw})
+    lowered = [(name.lower(), value) for name, value in raw(headers)]
+    await send({"type": "http.response.start", "status": status, "headers": lowered})
 
 
 Serve: TypeAlias = Callable[[Relay, Batch, Send], Coroutine[object, object, int]]

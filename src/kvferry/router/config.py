@@ -108,6 +108,8 @@ class RouterConfig:
     """Seconds for which an engine id is believed. No engine restarts faster than this, so a stale id is not used."""
     max_batch: int = 1024
     """Most choices (prompts times ``n``) of one request; each becomes a pair of engine requests."""
+    max_body: int = 256_000_000
+    """Bytes of a client's request at most: it is held as a whole, and once more for each piece while it is written."""
     decode_alone: bool = False
     """Let a decode engine compute the prompt itself when every prefill engine failed, instead of an error."""
 
@@ -124,10 +126,10 @@ class RouterConfig:
                 raise _invalid(f"the same engine is given twice: {', '.join(urls)}")
         if not 0 <= self.port <= 65535:
             raise _invalid(f"port must be 0..65535, got {self.port}")
-        if self.rounds < 1 or self.max_batch < 1 or self.directory_ttl < 0:
+        if min(self.rounds, self.max_batch, self.max_body) < 1 or self.directory_ttl < 0:
             raise _invalid(
-                "rounds and max_batch must be at least 1, directory_ttl at least 0; "
-                f"got {self.rounds}, {self.max_batch}, {self.directory_ttl}"
+                "rounds, max_batch and max_body must be at least 1, directory_ttl at least 0; "
+                f"got {self.rounds}, {self.max_batch}, {self.max_body}, {self.directory_ttl}"
             )
         if not 1 <= self.copies <= len(self.prefills):
             raise _invalid(f"copies must be 1 to the {len(self.prefills)} prefill engines given, got {self.copies}")
@@ -138,9 +140,11 @@ def _base_url(text: str, *, option: str) -> str:
     try:
         parts = urlsplit(text)
         port = parts.port
+        (parts.hostname or "").encode("idna")  # a label may be empty or too long for any resolver
     except ValueError as error:
-        raise _invalid(f"{option} {text!r} is not a URL with a valid port") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise _invalid(f"{option} {text!r} is not a URL with a valid host and port") from error
+    whole = text.isprintable() and not set("?# ") & set(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or not whole:
         raise _invalid(f"{option} {text!r} must look like http://HOST:PORT")
     if port == 0:
         raise _invalid(f"{option} {text!r} has port 0")

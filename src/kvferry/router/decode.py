@@ -10,8 +10,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
-import msgspec
-
 from kvferry.router import events
 from kvferry.router.config import Decode
 from kvferry.router.engines import Engines, EngineStream, verdict
@@ -110,11 +108,8 @@ class Decoder:
 async def read_whole(stream: EngineStream) -> Answer:
     """The whole answer, which must be a JSON object."""
     body = await stream.read()
-    try:
-        whole = msgspec.json.decode(body)
-    except msgspec.DecodeError:
-        whole = None
-    if not isinstance(whole, dict):
+    whole = events.object_of(body)
+    if whole is None:
         raise UpstreamError(FaultReason.MALFORMED, "the answer is not a JSON object", reached=True)
     if events.is_aborted(whole):
         raise aborted()

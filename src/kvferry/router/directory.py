@@ -44,6 +44,10 @@ class _Page:
     engines: tuple[Registered, ...] = ()
     read_at: float = float("-inf")
     turn: int = 0
+    faults: int = 0
+    """Queries that failed, ever."""
+    fault: UpstreamError | None = None
+    """Of the last one."""
 
 
 class Directory:
@@ -58,10 +62,13 @@ class Directory:
     async def choose(self, prefill: Prefill) -> Registered:
         """The engine to use next at that address: its data-parallel ranks take turns."""
         page = self._pages.setdefault(prefill, _Page())
+        faults = page.faults
         async with page.lock:
             if self._clock() - page.read_at >= self._ttl:
-                page.engines = await self._query(prefill)
-                page.read_at = self._clock()
+                if page.faults != faults:
+                    # While this one waited the service was asked, in vain: the next would only wait as long again.
+                    raise _again(page.fault)
+                await self._read(page, prefill)
         page.turn += 1
         return page.engines[page.turn % len(page.engines)]
 
@@ -70,11 +77,19 @@ class Directory:
         if (page := self._pages.get(prefill)) is not None:
             page.read_at = float("-inf")
 
+    async def _read(self, page: _Page, prefill: Prefill) -> None:
+        try:
+            page.engines = await self._query(prefill)
+        except UpstreamError as fault:
+            page.faults, page.fault = page.faults + 1, fault
+            raise
+        page.read_at = self._clock()
+
     async def _query(self, prefill: Prefill) -> tuple[Registered, ...]:
         try:
             answer = await self._engines.get(f"{prefill.bootstrap}/query")
             entries = msgspec.json.decode(answer.body, type=dict[int, _Entry])
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise UpstreamError(FaultReason.MALFORMED, "bootstrap answer", reached=False) from error
         except RefusedError as refusal:
             # Something answers there that is no bootstrap service: the engine's fault, not the client's.
@@ -92,3 +107,8 @@ class Directory:
             )
             for rank, entry in sorted(entries.items())
         )
+
+
+def _again(fault: UpstreamError | None) -> UpstreamError:
+    assert fault is not None, "a fault was counted with it"  # noqa: S101
+    return UpstreamError(fault.reason, fault.message, reached=False)

@@ -50,9 +50,14 @@ def is_done(event: bytes) -> bool:
 
 def parse(event: bytes) -> dict[str, object] | None:
     """The JSON object of an event; None for comments, ``[DONE]`` and anything else."""
+    return object_of(_data(event))
+
+
+def object_of(data: bytes) -> dict[str, object] | None:
+    """The JSON object that an engine sent; None for anything else, also for what is nested too deeply to be read."""
     try:
-        value = msgspec.json.decode(_data(event))
-    except msgspec.DecodeError:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -85,6 +85,12 @@ def bad_request(message: str, *, param: str | None = None) -> RefusedError:
     return RefusedError(Answer(400, body, (("content-type", "application/json"),)))
 
 
+def too_long(limit: int) -> RefusedError:
+    """The client sent more than is read."""
+    body = error_body(f"the body is longer than {limit} bytes", status=413, kind="RequestTooLargeError")
+    return RefusedError(Answer(413, body, (("content-type", "application/json"),)))
+
+
 def gave_up(role: str, fault: UpstreamError | None) -> RefusedError:
     """Every engine was asked: pass on what the last one said, else say so without naming addresses."""
     if fault is not None and fault.answer is not None:

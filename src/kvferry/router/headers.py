@@ -42,9 +42,18 @@ def for_rank(headers: Headers, rank: int | None) -> Headers:
 
 def to_client(headers: Iterable[tuple[str, str]], *, request_id: str) -> Headers:
     """An engine's headers as the client gets them."""
-    kept = _passing(headers, _OF_THE_SERVER)
-    named = any(name.lower() == REQUEST_ID for name, _ in kept)
-    return kept if named else (*kept, (REQUEST_ID, request_id))
+    # An engine that repeats the id of its request repeats that of a piece.
+    return (*_passing(headers, _OF_THE_SERVER | {REQUEST_ID}), (REQUEST_ID, request_id))
+
+
+def raw(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """Headers as they go over the wire: a character is a byte, whatever the two ends mean by it."""
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+
+
+def read(raw_headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """The reverse of ``raw``; never fails."""
+    return tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in raw_headers)
 
 
 def _passing(headers: Iterable[tuple[str, str]], dropped: frozenset[str]) -> Headers:

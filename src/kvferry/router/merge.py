@@ -19,7 +19,7 @@ def merge_bodies(pieces: Sequence[Piece], bodies: Sequence[bytes], *, answer_id:
     """The one body of several whole answers, given in the order of the pieces."""
     if len(bodies) == 1:
         return bodies[0]
-    parsed = [_object(body) for body in bodies]
+    parsed = [events.object_of(body) or {} for body in bodies]
     merged = {**parsed[0], "id": answer_id, "choices": []}
     # What an engine says of one stream, or of its own transfer, is not true of all.
     merged |= {key: None for key in ("metrics", "kv_transfer_params") if key in merged}
@@ -109,8 +109,3 @@ def _renumbered(value: JsonObject, piece: Piece) -> list[object]:
     choices = value.get("choices")
     kept: Iterable[object] = choices if isinstance(choices, list) else ()
     return [{**choice, "index": piece.choice} for choice in kept if isinstance(choice, dict)]
-
-
-def _object(body: bytes) -> JsonObject:
-    value = msgspec.json.decode(body)
-    return value if isinstance(value, dict) else {}

@@ -9,7 +9,7 @@ The prefill request asks for one token that nobody reads. ``min_tokens`` 1 keeps
 prefill that ends by *stopping* is not kept for decode by vLLM's own connector.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.ids import EngineId, TransferId
@@ -62,11 +62,12 @@ class Piece:
 def cut(body: Json, *, limit: int) -> tuple[Piece, ...]:
     """The pieces of a request, in the order of the client's choices."""
     choices = _choices(body)
-    # A client must not steer transfers: the address in there is one that an engine connects to.
-    body = {key: value for key, value in body.items() if key != "kv_transfer_params"}
-    prompts = list(_prompts(body))
-    if len(prompts) * choices > limit:
-        raise bad_request(f"{len(prompts)} prompts x {choices} choices are more than {limit}", param="prompt")
+    body = _unsteered(body)
+    listed = _listed(body)
+    count = len(listed.prompts) if listed else 1
+    if count * choices > limit:
+        raise bad_request(f"{count} prompts x {choices} choices are more than {limit}", param="prompt")
+    prompts = [{**body, listed.key: prompt} for prompt in listed.prompts] if listed else [dict(body)]
     if choices == 1:
         return tuple(Piece(place, True, prompt) for place, prompt in enumerate(prompts))
     return tuple(
@@ -131,6 +132,18 @@ def _named(copy: Handoff) -> dict[str, object]:
     }
 
 
+def _unsteered(body: Json) -> Json:
+    """Without transfer parameters of the client's own: the address in there is one that an engine connects to.
+
+    vLLM takes them from ``vllm_xargs`` too, and there in any form, which its engines may not outlive.
+    """
+    kept = {key: value for key, value in body.items() if key != "kv_transfer_params"}
+    extra = kept.get("vllm_xargs")
+    if isinstance(extra, Mapping):
+        kept["vllm_xargs"] = {key: value for key, value in extra.items() if key != "kv_transfer_params"}
+    return kept
+
+
 def _choices(body: Json) -> int:
     choices = body.get("n")
     if choices is None:
@@ -142,17 +155,24 @@ def _choices(body: Json) -> int:
     return choices
 
 
-def _prompts(body: Json) -> Iterator[dict[str, object]]:
-    """One body for each prompt; what is not a list of prompts is one, for the engine to judge."""
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """A list of prompts, and where it stands."""
+
+    key: str
+    prompts: Sequence[object]
+
+
+def _listed(body: Json) -> _Listed | None:
+    """The prompts that are to be cut apart; what is not a list of prompts is one, for the engine to judge."""
     for key in ("prompt", "prompt_embeds"):
         value = body.get(key)
         if isinstance(value, list) and value and not isinstance(value[0], int):
             others = {"prompt", "prompt_embeds"} - {key}
             if any(body.get(other) for other in others):
                 raise bad_request("a list of prompts cannot be mixed with prompt_embeds", param="prompt")
-            yield from ({**body, key: prompt} for prompt in value)
-            return
-    yield dict(body)
+            return _Listed(key, value)
+    return None
 
 
 def _one_choice(body: dict[str, object], choice: int) -> dict[str, object]:

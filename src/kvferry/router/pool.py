@@ -80,10 +80,12 @@ class Pool(Generic[E]):
         """
         record = self._records[engine.url]
         record.in_flight += 1
+        known = record.failures
         try:
             yield
         except UpstreamError as fault:
-            if fault.blames_engine:
+            # What was in flight together fails together: that is one failure of the engine, not a row of them.
+            if fault.blames_engine and record.failures <= known:
                 self._failed(record)
             raise
         except Exception:

@@ -8,17 +8,16 @@ and is released.
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import msgspec
 
 from kvferry.ids import EngineId, TransferId
 from kvferry.router import events
 from kvferry.router.config import Prefill
 from kvferry.router.directory import Directory, Registered
 from kvferry.router.engines import Engines
-from kvferry.router.faults import Answer, Headers, UpstreamError, aborted
+from kvferry.router.faults import Answer, FaultReason, Headers, UpstreamError, aborted
 from kvferry.router.headers import for_rank
 from kvferry.router.metrics import Metrics, counted
 from kvferry.router.pieces import Handoff, Piece, prefill_body
@@ -111,8 +110,10 @@ class Prefiller:
         transfer = TransferId(secrets.token_hex(16))
         handoff = Handoff(transfer, prefill, registered.engine_id, registered.releasable)
         try:
-            with self._metrics.prefill_seconds.time():
-                return _completed(handoff, await self._ask(handoff, registered, piece, call))
+            began = time.perf_counter()
+            completed = _completed(handoff, await self._ask(handoff, registered, piece, call))
+            self._metrics.prefill_seconds.observe(time.perf_counter() - began)
+            return completed
         except UpstreamError as fault:
             if fault.reached:
                 self._releaser.release(handoff, reason="prefill-failed")
@@ -131,12 +132,10 @@ class Prefiller:
 
 def _completed(handoff: Handoff, answer: Answer) -> Handoff:
     """What the prefill engine says of itself is newer than what its directory said."""
-    try:
-        body = msgspec.json.decode(answer.body)
-    except msgspec.DecodeError:
-        return handoff
-    if not isinstance(body, dict):
-        return handoff
+    body = events.object_of(answer.body)
+    if body is None:
+        # Whatever answers there has computed no prompt, and decode would wait for it.
+        raise UpstreamError(FaultReason.MALFORMED, "the answer is not a JSON object", reached=True)
     if events.is_aborted(body):
         raise aborted()
     params = body.get("kv_transfer_params")

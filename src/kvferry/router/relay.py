@@ -8,6 +8,7 @@ round:  prefill P ---- fault --------> next prefill engine, new transfer id
         first output: committed; from here on a failure is told to the client
 """
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
@@ -66,8 +67,9 @@ class Relay:
     @asynccontextmanager
     async def _open(self, piece: Piece, call: Call, read: Reader[T]) -> AsyncIterator[T]:
         async with AsyncExitStack() as stack:
-            with self._metrics.first_output_seconds.time():
-                result = await self._rounds(piece, call, read, stack)
+            began = time.perf_counter()
+            result = await self._rounds(piece, call, read, stack)
+            self._metrics.first_output_seconds.observe(time.perf_counter() - began)
             yield result
 
     async def _rounds(self, piece: Piece, call: Call, read: Reader[T], stack: AsyncExitStack) -> T:

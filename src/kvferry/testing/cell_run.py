@@ -1,7 +1,8 @@
 """Runs one cell (:mod:`kvferry.testing.cells`): builds its two engines, sends prompts through both, judges.
 
-What must hold in every cell. Each transfer is proven by digests of the moved pages, equal at both ends (where one end
-is vLLM's own connector, equal to those of the same prompt between two kvferry engines). Each answer
+What must hold in every cell. Each transfer is proven by digests of the moved pages, equal at both ends. (Where vLLM's
+own connector is the decode side, its memory is read as it reports the receive; where it is the prefill side, what came
+is compared with the same prompt between two kvferry engines.) Each answer
 is that of a single engine, by the rule of :mod:`kvferry.testing.comparison`. The cell really is what it says: the
 kernel split is there, a long prompt took several steps, a repeated prompt was found in the prefix cache. And at the
 end every block is back in both pools.
@@ -18,7 +19,6 @@ from typing import Any, Final
 
 import msgspec
 
-from kvferry.runtime.report import Line
 from kvferry.testing.cells import Blocks, Cache, Cell, Chunks, Model, Peer, Split
 from kvferry.testing.comparison import Prompt, Reference, judge, take_references
 from kvferry.testing.engine_forge import EngineForge
@@ -27,7 +27,7 @@ from kvferry.testing.engines import Engine, EngineError, start_engines
 from kvferry.testing.model_recipes import MODELS, TinyModel
 from kvferry.testing.models import build_model, token_ids
 from kvferry.testing.pair import Pair, Served, pair_spec
-from kvferry.testing.transfer_report import Transfer, wait_for_reports
+from kvferry.testing.transfer_report import Transfer, wait_for_report, wait_for_reports
 from kvferry.testing.upstream_pair import Fleet, Role, member
 
 KERNEL_BLOCK: Final = 32
@@ -152,10 +152,7 @@ class _Run:
         return CellResult(len(served), len(moved), sum(transfer.nbytes for transfer in moved), tuple(problems))
 
     def with_upstream(self) -> CellResult:
-        """Each prompt between two kvferry engines, then the cell's way.
-
-        One end tells no digest: the other's must be those of the same prompt between kvferry engines.
-        """
+        """Each prompt between two kvferry engines, then the cell's way."""
         ours = self.fleet.pair("prefill", "decode")
         theirs = self.fleet.pair(
             *(("upstream", "decode") if self.cell.peer is Peer.PREFILL else ("prefill", "upstream"))
@@ -164,18 +161,31 @@ class _Run:
         nbytes = 0
         for reference in self.baseline.references:
             prompt = reference.prompt
-            lines = []
+            moved = []
             for way, pair in (("ours", ours), ("theirs", theirs)):
                 for engine in (pair.prefill, pair.decode):
                     _forget_prefixes(engine)
                 answer = pair.generate(prompt.tokens, max_tokens=prompt.max_tokens, name=f"{prompt.name}-{way}")
                 problems += self._judged(reference, answer)
-                lines.append(_told(self.report, answer.transfer_id, self.cell.peer, both=way == "ours"))
-            nbytes += sum(line.bytes or 0 for line in lines[0].producer)
-            problems += [f"{prompt.name}: {p}" for p in lines[0].problems()]
-            problems += [f"{prompt.name}: {p}" for p in _unlike(*lines, peer=self.cell.peer)]
+                moved.append(answer.transfer_id)
+            between = wait_for_report(self.report, moved[0], lambda found: found.complete, TIMEOUT_S)
+            nbytes += between.nbytes
+            problems += [f"{prompt.name}: {p}" for p in between.problems()]
+            problems += [f"{prompt.name}: {p}" for p in self._unlike(between, moved[1])]
         count = len(self.baseline.references)
         return CellResult(count, count, nbytes, tuple(problems))
+
+    def _unlike(self, between: Transfer, mixed: str) -> Iterator[str]:
+        """What is not as between kvferry engines where vLLM's connector is at one end."""
+        if self.cell.peer is Peer.PREFILL:
+            other = wait_for_report(self.report, mixed, lambda found: found.landed == between.landed, TIMEOUT_S)
+            if other.landed != between.landed:
+                yield f"digests {other.landed} with vLLM's connector, {between.landed} without"
+            return
+        other = wait_for_report(self.report, mixed, lambda found: not found.landing_problems(), TIMEOUT_S)
+        yield from other.landing_problems()
+        if other.sent != between.sent:
+            yield f"digests {other.sent} with vLLM's connector, {between.sent} without"
 
     def _judged(self, reference: Reference, answer: Served) -> Iterator[str]:
         verdict = judge(reference, answer.decode, single=self.baseline.single, exact=self.baseline.model.exact)
@@ -195,33 +205,6 @@ def _forget_prefixes(engine: Engine) -> None:
         time.sleep(0.02)
 
 
-def _told(report: Path, transfer_id: str, peer: Peer, *, both: bool) -> Transfer:
-    """What was reported of a transfer; by the side that is kvferry's, where only one is."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while True:
-        found = wait_for_reports([report], [transfer_id], 0.0)[transfer_id]
-        if (found.complete if both else bool(_our_lines(found, peer))) or time.monotonic() > deadline:
-            return found
-        time.sleep(0.02)
-
-
-def _our_lines(transfer: Transfer, peer: Peer) -> tuple[Line, ...]:
-    return transfer.consumer if peer is Peer.PREFILL else transfer.producer
-
-
-def _unlike(ours: Transfer, *theirs: Transfer, peer: Peer) -> Iterator[str]:
-    """Digests that are not those of the transfer between kvferry engines.
-
-    A pull of vLLM's connector is planned alone, so its consumer's rank is not told: digests are compared as they are.
-    """
-    wanted, *others = (
-        sorted(line.digest for line in _our_lines(transfer, peer) if line.digest) for transfer in (ours, *theirs)
-    )
-    for found in others:
-        if wanted != found:
-            yield f"digests {found} with vLLM's connector, {wanted} without"
-
-
 def cell_specs(cell: Cell, folder: Path, report: Path) -> list[EngineSpec]:
     """The engines of a cell: prefill and decode, and the same once more under vLLM's connector where that is a side."""
     sides = _sides(cell, folder)
@@ -236,7 +219,7 @@ def cell_specs(cell: Cell, folder: Path, report: Path) -> list[EngineSpec]:
     return [
         member(prefill, "prefill", "ferry", transfer_report=str(report), **(declared if there == "decode" else {})),
         member(decode, "decode", "ferry", transfer_report=str(report), **(declared if there == "prefill" else {})),
-        member(upstream, there, "upstream"),
+        member(upstream, there, "upstream", transfer_report=str(report)),
     ]
 
 

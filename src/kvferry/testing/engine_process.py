@@ -15,16 +15,19 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, assert_never
 
 import msgspec
 
+from kvferry.testing.engine_requests import generation_of, prompt_logprobs_of, prompt_of, sampling_of, scoring
 from kvferry.testing.engine_wire import (
     Abort,
     Answer,
     Call,
     Command,
+    Counter,
+    Counters,
     Done,
     EngineFacts,
     EngineSpec,
@@ -33,6 +36,7 @@ from kvferry.testing.engine_wire import (
     Generation,
     GroupFacts,
     Inspect,
+    ReadCounters,
     Reply,
     ResetPrefixCache,
     Score,
@@ -71,12 +75,14 @@ class EngineLoop:
                 if call is None or isinstance(call.command, Shutdown):
                     self._engine.engine_core.shutdown()
                     if call is not None:
-                        self._reply(call.number, Done(not _connector_threads()))
+                        self._reply(call.number, Done(not _is_anything_left()))
                     return
                 self._obey(call)
             for output in self._engine.step():
                 if output.finished:
                     self._finish(output)
+                else:
+                    self._leave(output)
             if not self._core.scheduler.running and self._core.scheduler.has_requests():
                 time.sleep(_YIELD_S)
 
@@ -103,16 +109,18 @@ class EngineLoop:
     def _answer(self, number: int, command: Command) -> Answer | None:
         match command:
             case Generate():
-                self._start(number, command, command.prompt, sampling_of(command))
+                self._start(number, command, prompt_of(command, self._core), sampling_of(command))
                 return None
             case Score():
-                prompt = [*command.prompt, *command.continuation]
+                prompt = {"prompt_token_ids": [*command.prompt, *command.continuation]}
                 self._start(number, command, prompt, scoring())
                 return None
             case Abort():
                 return Done(self._abort(command.request_id))
             case Inspect():
                 return inspect_engine(self._core)
+            case ReadCounters():
+                return Counters(list(_counters(self._engine)))
             case ResetPrefixCache():
                 return Done(self._engine.reset_prefix_cache())
             case Shutdown():
@@ -120,22 +128,24 @@ class EngineLoop:
             case _:
                 assert_never(command)
 
-    def _start(self, number: int, command: Generate | Score, prompt: list[int], sampling: Any) -> None:
+    def _start(self, number: int, command: Generate | Score, prompt: dict[str, Any], sampling: Any) -> None:
         if command.request_id in self._open:
             raise ValueError(f"request {command.request_id} is already running")
-        internal = self._engine.add_request(command.request_id, {"prompt_token_ids": prompt}, sampling)
+        internal = self._engine.add_request(command.request_id, prompt, sampling)
         self._internal_ids[command.request_id] = internal
         self._open[command.request_id] = (number, command, time.monotonic())
 
-    def _abort(self, request_id: str) -> bool:
+    def _abort(self, request_id: str, tokens: Sequence[int] = ()) -> bool:
         if request_id not in self._open:
+            if request_id in self._internal_ids:
+                self._engine.engine_core.abort_requests([self._internal_ids[request_id]])
             return False
         number, command, began = self._open.pop(request_id)
-        self._engine.abort_request([self._internal_ids.pop(request_id)], internal=True)
+        self._engine.abort_request([self._internal_ids[request_id]], internal=True)
         if isinstance(command, Generate):
             generation = Generation(
                 request_id=request_id,
-                tokens=[],
+                tokens=list(tokens),
                 logprobs=[],
                 finish_reason="abort",
                 cached_tokens=0,
@@ -146,11 +156,18 @@ class EngineLoop:
             self._reply(number, Failed("aborted"))
         return True
 
+    def _leave(self, output: Any) -> None:
+        """Abort a request that has got as many tokens as its client waits for."""
+        _, command, _ = self._open.get(output.request_id, (0, None, 0.0))
+        tokens = output.outputs[0].token_ids
+        if isinstance(command, Generate) and command.abort_after is not None and len(tokens) >= command.abort_after:
+            self._abort(output.request_id, tokens)
+
     def _finish(self, output: Any) -> None:
         entry = self._open.pop(output.request_id, None)
         if entry is None:
             return
-        internal = self._internal_ids.pop(output.request_id)
+        internal = self._internal_ids[output.request_id]
         guesses = self._guesses.take(internal) if self._guesses is not None else []
         number, command, began = entry
         if isinstance(command, Score):
@@ -219,6 +236,11 @@ def _connector_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry")]
 
 
+def _is_anything_left() -> bool:
+    """Of the connector in this process, or of the workers that vLLM had in others."""
+    return bool(_connector_threads() or multiprocessing.active_children())
+
+
 def _workers_of(spec: EngineSpec) -> int:
     sizes = (spec.engine_args.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
     return math.prod(sizes)
@@ -260,56 +282,6 @@ def _let_upstream_run_without_accelerator() -> None:
     torch.accelerator.current_device_index = lambda: 0
 
 
-def sampling_of(command: Generate) -> Any:
-    """Greedy, with the log probability of each chosen token."""
-    from vllm import SamplingParams
-
-    extra = {"kv_transfer_params": command.kv_transfer_params} if command.kv_transfer_params is not None else None
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=command.max_tokens,
-        logprobs=0,
-        ignore_eos=command.ignore_eos,
-        extra_args=extra,
-        detokenize=False,
-    )
-
-
-def scoring() -> Any:
-    """Compute the prompt and report the log probability of each of its tokens."""
-    from vllm import SamplingParams
-
-    return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-
-
-def generation_of(output: Any, seconds: float, guesses: list[list[int]]) -> Generation:
-    """Our record of a finished vLLM request."""
-    completion = output.outputs[0]
-    tokens = list(completion.token_ids)
-    steps = completion.logprobs or []
-    return Generation(
-        request_id=output.request_id,
-        tokens=tokens,
-        logprobs=[_on_the_wire(step[token].logprob) for token, step in zip(tokens, steps, strict=True)],
-        finish_reason=str(completion.finish_reason),
-        cached_tokens=output.num_cached_tokens or 0,
-        kv_transfer_params=output.kv_transfer_params,
-        guesses=guesses,
-        seconds=seconds,
-    )
-
-
-def prompt_logprobs_of(output: Any, start: int) -> list[float]:
-    """Log probabilities of the prompt's own tokens from position ``start`` on."""
-    ids = output.prompt_token_ids
-    return [_on_the_wire(output.prompt_logprobs[i][ids[i]].logprob) for i in range(start, len(ids))]
-
-
-def _on_the_wire(logprob: float) -> float:
-    """JSON has no NaN, and a NaN agrees with nothing: neither does this."""
-    return float(logprob) if math.isfinite(logprob) else -1e30
-
-
 def inspect_engine(core: Any) -> EngineFacts:
     """The scheduler's books and the worker's tensors."""
     scheduler = core.scheduler
@@ -340,6 +312,14 @@ def _tensors(runner: Any) -> Iterator[tuple[str, TensorFacts]]:
             cache = runner.compilation_config.static_forward_context[layer].kv_cache
             first = cache[0] if isinstance(cache, list | tuple) else cache
             yield layer, TensorFacts(shape=list(first.shape), stride=list(first.stride()), dtype=str(first.dtype))
+
+
+def _counters(engine: Any) -> Iterator[Counter]:
+    """vLLM's own, of an engine that keeps statistics (``disable_log_stats`` false)."""
+    for metric in engine.get_metrics():
+        value = getattr(metric, "value", None)  # a histogram has none
+        if value is not None:
+            yield Counter(name=metric.name, labels=dict(metric.labels), value=float(value))
 
 
 def _read_calls(source: BinaryIO, calls: "queue.SimpleQueue[Call | None]") -> None:

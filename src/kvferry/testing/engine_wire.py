@@ -47,6 +47,14 @@ class Generate(Wire, frozen=True, tag="generate", kw_only=True):
     request_id: str
     kv_transfer_params: dict[str, Any] | None = None
     ignore_eos: bool = True
+    abort_after: int | None = None
+    """Abort it as soon as so many tokens have come, as for a client that goes then."""
+    stop_tokens: list[int] = []
+    """Ids that end the answer."""
+    prompt_logprobs: bool = False
+    """Ask for the log probabilities of the prompt's own tokens too."""
+    as_embeddings: bool = False
+    """Send the prompt as embeddings (of the engine's own model) in place of token ids."""
 
 
 class Score(Wire, frozen=True, tag="score", kw_only=True):
@@ -58,7 +66,10 @@ class Score(Wire, frozen=True, tag="score", kw_only=True):
 
 
 class Abort(Wire, frozen=True, tag="abort", kw_only=True):
-    """Abort a request that is running; its ``Generate`` is answered with ``finish_reason`` ``abort``."""
+    """Abort a request that is running; its ``Generate`` is answered with ``finish_reason`` ``abort``.
+
+    One that has ended is aborted at vLLM's scheduler all the same, as when a client goes in the moment of its answer.
+    """
 
     request_id: str
 
@@ -71,11 +82,16 @@ class ResetPrefixCache(Wire, frozen=True, tag="reset-prefix-cache"):
     """Forget cached prefixes; the reply's ``value`` says whether vLLM agreed."""
 
 
+class ReadCounters(Wire, frozen=True, tag="read-counters"):
+    """Ask for vLLM's counters; the engine must keep statistics."""
+
+
 class Shutdown(Wire, frozen=True, tag="shutdown"):
-    """Shut the engine down and leave; the reply's ``value`` says that no thread of the connector was left."""
+    """Shut the engine down and leave; the reply's ``value`` says that no thread of the connector and no worker process
+    was left."""
 
 
-Command = Generate | Score | Abort | Inspect | ResetPrefixCache | Shutdown
+Command = Generate | Score | Abort | Inspect | ReadCounters | ResetPrefixCache | Shutdown
 
 
 class Call(Wire, frozen=True):
@@ -95,6 +111,8 @@ class Generation(Wire, frozen=True, tag="generation", kw_only=True):
     finish_reason: str
     cached_tokens: int
     """Prompt tokens that were not computed here: found in the prefix cache, or received."""
+    prompt_logprobs: list[float] = []
+    """Of the prompt's tokens from the second on, where they were asked for."""
     kv_transfer_params: dict[str, Any] | None = None
     """What the connector returned for the router."""
     guesses: list[list[int]] = []
@@ -141,6 +159,20 @@ class EngineFacts(Wire, frozen=True, tag="facts", kw_only=True):
     """By layer; a layer with several tensors has its first one here. Empty when the workers are other processes."""
 
 
+class Counter(Wire, frozen=True, kw_only=True):
+    """One number that vLLM counts, by name (without ``_total``) and labels."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class Counters(Wire, frozen=True, tag="counters"):
+    """The answer to ``ReadCounters``."""
+
+    counters: list[Counter]
+
+
 class Done(Wire, frozen=True, tag="done"):
     """The answer to a command that has no other."""
 
@@ -153,7 +185,7 @@ class Failed(Wire, frozen=True, tag="failed"):
     error: str
 
 
-Answer = Generation | Scores | EngineFacts | Done | Failed
+Answer = Generation | Scores | EngineFacts | Counters | Done | Failed
 
 
 class Reply(Wire, frozen=True):

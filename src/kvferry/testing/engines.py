@@ -28,6 +28,7 @@ from kvferry.testing.engine_wire import (
     Answer,
     Call,
     Command,
+    Counters,
     Done,
     EngineFacts,
     EngineSpec,
@@ -35,6 +36,7 @@ from kvferry.testing.engine_wire import (
     Generate,
     Generation,
     Inspect,
+    ReadCounters,
     Reply,
     ResetPrefixCache,
     Score,
@@ -131,6 +133,11 @@ class Engine:
     def inspect(self) -> EngineFacts:
         """The engine's books, as of now."""
         return cast(EngineFacts, self.ask(Inspect()))
+
+    def count(self, name: str, **labels: str) -> float:
+        """The sum of vLLM's counters of this name (without ``_total``) that have these labels."""
+        found = cast(Counters, self.ask(ReadCounters())).counters
+        return sum(one.value for one in found if one.name == name and labels.items() <= one.labels.items())
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; vLLM refuses while blocks are held."""

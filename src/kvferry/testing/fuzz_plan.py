@@ -2,6 +2,7 @@
 
 Case n is ``random_case(random.Random(n))``, so a run is resumed with ``--start`` and a failure is named by its seed. A
 table says how often each feature of the contract occurred. The first failures are made smaller and printed as JSON.
+With ``--morphed`` each case is then changed into what that function does not draw (``case_morphs``).
 """
 
 import argparse
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from kvferry.errors import PlanError
 from kvferry.testing.case_features import EVERY, features_of
 from kvferry.testing.case_model import Json
+from kvferry.testing.case_morphs import morph
 from kvferry.testing.oracle import expect, judge
 from kvferry.testing.strategies import Case, random_case
 
@@ -69,10 +71,26 @@ def violations_of(planner: Planner, case: Case, *, strict: bool = False, report:
     return judge(expected, answer, strict=strict)
 
 
-def fuzz(planner: Planner, seeds: range, *, strict: bool = False, most_failures: int = 5) -> Report:
+def morphed_case(rng: random.Random) -> Case:
+    """A case as ``random_case`` never draws it."""
+    case = random_case(rng)
+    while case.fault is not None:
+        case = random_case(rng)
+    morph(case, rng)
+    return case
+
+
+def fuzz(
+    planner: Planner,
+    seeds: range,
+    *,
+    strict: bool = False,
+    most_failures: int = 5,
+    draw: Callable[[random.Random], Case] = random_case,
+) -> Report:
     report = Report()
     for seed in seeds:
-        case = random_case(random.Random(seed))
+        case = draw(random.Random(seed))
         try:
             violations = violations_of(planner, case, strict=strict, report=report)
         except Exception as error:
@@ -156,9 +174,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--failures", type=int, default=5, help="stop after so many")
     parser.add_argument("--strict", action="store_true", help="replica k mod n also where producers overlap in part")
+    parser.add_argument("--morphed", action="store_true", help="change each case into what is not drawn else")
     chosen = parser.parse_args(arguments)
     seeds = range(chosen.start, chosen.start + chosen.count)
-    report = fuzz(kvferry_planner, seeds, strict=chosen.strict, most_failures=chosen.failures)
+    draw = morphed_case if chosen.morphed else random_case
+    report = fuzz(kvferry_planner, seeds, strict=chosen.strict, most_failures=chosen.failures, draw=draw)
     lines = [report.table()]
     for failure in report.failures:
         small = shrink(kvferry_planner, failure, strict=chosen.strict)

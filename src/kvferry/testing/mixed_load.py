@@ -5,9 +5,9 @@ while the prompt is computed or moved, or in the middle of a stream). One engine
 transfer first, each alone and then many at once. Then the same prompts go through the router, so many at a time, and
 
 * every answer that was finished is that of the single engine, by the rule of :mod:`kvferry.testing.comparison`;
-* every transfer that was finished has the same digest at both ends (where both are kvferry's: vLLM's own connector
-  tells none), and so many were finished as answers (or more: of a client that has left, or of an engine that was
-  asked twice);
+* every transfer that was finished has the same digest at both ends (but where vLLM's own connector sends: it tells
+  none, and only what it receives is read), and so many were finished as answers (or more: of a client that has left,
+  or of an engine that was asked twice);
 * at the end both engines' block pools are whole: vLLM resets its prefix cache only when no block but the null block is
   in use, and says so; no connector holds a block, and none knows a transfer that is not over.
 
@@ -252,7 +252,7 @@ class Ends:
     least: int = 1
     """Prompts of fewer tokens are not moved. Beside a state the last token is left to decode: there it is 2."""
     told_by: frozenset[Side] = frozenset(("producer", "consumer"))
-    """The sides that report transfers: not those of vLLM's own connector."""
+    """The sides that report transfers: not a producer of vLLM's own connector."""
 
     @property
     def engines(self) -> tuple[str, str]:

@@ -177,4 +177,62 @@ QWEN3_NEXT: Final = TinyModel(
     },
 )
 
+GEMMA3N: Final = TinyModel(
+    name="gemma3n",
+    dtype="float32",
+    exact=True,
+    tied_head=True,
+    embedding_scale=128**-0.5,
+    config={
+        **_COMMON,
+        "model_type": "gemma3n_text",
+        "architectures": ["Gemma3nForCausalLM"],
+        "head_dim": 32,
+        "intermediate_size": 256,
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "sliding_window": 96,
+        "laurel_rank": 16,
+        "altup_num_inputs": 2,
+        "altup_active_idx": 0,
+        "altup_coef_clip": 120.0,
+        "altup_correct_scale": True,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": 320,
+        "activation_sparsity_pattern": [0.0] * 6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": 30.0,
+        "rope_theta": 10000.0,
+        "rope_local_base_freq": 10000.0,
+    },
+)
+"""The last two of six layers read the caches of two others."""
+
+LLAMA4: Final = TinyModel(
+    name="llama4",
+    dtype="float32",
+    exact=True,
+    config={
+        **_COMMON,
+        "model_type": "llama4_text",
+        "architectures": ["Llama4ForCausalLM"],
+        "head_dim": 32,
+        "intermediate_size": 256,
+        "intermediate_size_mlp": 256,
+        "num_hidden_layers": 4,
+        "num_local_experts": 1,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 100,
+        "attention_chunk_size": 128,
+        "use_qk_norm": False,
+        "no_rope_layers": [1, 1, 1, 0],
+        "attn_temperature_tuning": False,
+        "layer_types": [*["chunked_attention"] * 3, "full_attention"],
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+    },
+)
+"""Three layers look at their own chunk of 128 tokens only. No layer has experts."""
+
 MODELS: Final[Mapping[str, TinyModel]] = {m.name: m for m in (QWEN3, LFM2, GEMMA3, DEEPSEEK_V2, QWEN3_NEXT)}

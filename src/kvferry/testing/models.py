@@ -58,7 +58,7 @@ def build_model(model: TinyModel, folder: Path, *, seed: int = 20240229) -> Path
     config = full_config(model)
     (target / "config.json").write_text(json.dumps(config, indent=1))
     _write_weights(model, config, target=target, seed=seed)
-    _write_tokenizer(target)
+    write_tokenizer(target)
     done.touch()
     return target
 
@@ -102,13 +102,14 @@ def _write_weights(model: TinyModel, config: Mapping[str, Any], *, target: Path,
     if model.more_weights is not None:
         shapes |= model.more_weights(shapes)
     generator = torch.Generator().manual_seed(seed)
-    offset = 1.0 if config["model_type"].startswith(("gemma3", "qwen3_next")) else 0.0
+    offset = 1.0 if config["model_type"].startswith(("gemma3_", "qwen3_next")) else 0.0
     weights = {name: _values(name, shapes[name], generator, offset) for name in sorted(shapes)}
     if model.tied_head:
         weights.pop("lm_head.weight", None)
         _blank_unprintable(weights["model.embed_tokens.weight"])
         norm = weights[model.final_norm]
         norm *= torch.sign(torch.randn(norm.shape, generator=generator)) * _GAIN * _HEAD_GAIN / norm.shape[0] ** 0.5
+        norm /= model.embedding_scale  # the head's rows are those of the embedding, which are scaled below
     else:
         _blank_unprintable(weights["lm_head.weight"])
     weights["model.embed_tokens.weight"] *= model.embedding_scale
@@ -179,7 +180,8 @@ _SHARPNESS: Final = 1.6
 # --- tokenizer ---------------------------------------------------------------------------------------------------
 
 
-def _write_tokenizer(target: Path) -> None:
+def write_tokenizer(target: Path) -> None:
+    """A byte-level tokenizer, a token for each byte."""
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
 

@@ -33,6 +33,8 @@ class Received:
     path: str
     headers: dict[str, str]
     body: Body
+    port: int | None = None
+    """The client's, which tells its connections apart."""
 
 
 @dataclass(slots=True)
@@ -104,7 +106,8 @@ class OpenAiEngine(HttpPeer):
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
-        self.received.append(Received(request.url.path, dict(request.headers), body))
+        port = request.client.port if request.client else None
+        self.received.append(Received(request.url.path, dict(request.headers), body, port))
         mood = self.mood
         if mood.silent:
             await self._until_left(request)

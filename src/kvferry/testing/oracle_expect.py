@@ -9,7 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 
-from kvferry.testing.oracle_layout import Coordinates, File, MalformedError, Part, file_faults, read_file, read_memory
+from kvferry.testing.oracle_layout import (
+    Coordinates,
+    File,
+    Group,
+    MalformedError,
+    Part,
+    file_faults,
+    read_file,
+    read_memory,
+)
 from kvferry.testing.oracle_request import (
     Cell,
     Findings,
@@ -164,10 +173,17 @@ def _judge_pair(producers: Sequence[File], consumers: Sequence[File], found: Fin
                 found.faults.add("incompatible-content")
             elif not {c for _, other in held for c in other.coordinates()} >= set(part.coordinates()):
                 found.faults.add("missing-coordinates")
+            elif len({_dealt(file.groups[other.group]) for file, other in held}) > 1:
+                # Right in principle: producers that deal the positions of one component out in several ways.
+                found.unsure |= {"unsupported", "missing-coordinates", "missing-positions"}
             elif _rings_missing(part, consumer, held):
                 # Coordinates are all there, but no file has some positions (a context parallel rank is absent). It
                 # matters only when such a position is needed, which is then ``missing-positions``.
                 found.unsure |= {"missing-coordinates", "missing-positions"}
+
+
+def _dealt(group: Group) -> tuple[int, int] | None:
+    return (group.ring.size, group.ring.interleave) if group.ring else None
 
 
 def _period(part: Part, consumer: File, held: Sequence[tuple[File, Part]]) -> range:

@@ -23,6 +23,11 @@ from kvferry.testing.ports import free_port
 
 FERRY: Final[Mapping[str, Any]] = {"kv_connector": "FerryConnector", "kv_connector_module_path": "kvferry.vllm"}
 UPSTREAM: Final[Mapping[str, Any]] = {"kv_connector": "MooncakeConnector"}
+WATCHED_UPSTREAM: Final[Mapping[str, Any]] = {
+    **UPSTREAM,
+    "kv_connector_module_path": "kvferry.testing.upstream_connector",
+}
+"""The same, and what lands in it can be read; it also runs under a plain ``vllm serve`` without an accelerator."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ processes it came from, and :func:`judge` can ask the questions that matter:
 
 * every finished answer is that of a single engine, by the rule of :mod:`kvferry.testing.comparison`;
 * a request that failed was in the hands of a process that was being stopped just then: any other failure is a fault;
-* transfers that two kvferry engines finished have equal digests at both ends;
+* transfers that a kvferry prefill engine has finished have equal digests at both ends;
 * at the end no engine of the fleet has a block in use, holds one, or knows a transfer that is not over.
 
 Processes are stopped as an operator does it, by a signal, with all that they are working on; the router is told
@@ -222,7 +222,9 @@ class Rolled:
     """Failures of requests in the hands of a process that was being replaced."""
     slowest: float = 0.0
     digests: int = 0
-    """Transfers that both ends reported, with equal digests."""
+    """Transfers that both ends reported, both kvferry, with equal digests."""
+    landed: int = 0
+    """The same from kvferry to vLLM's own connector, whose memory was read."""
 
     @property
     def faults(self) -> list[str]:
@@ -234,7 +236,8 @@ class Rolled:
         return (
             f"{sum(self.pairs.values()) + self.again} finished answers ({pairs}, {self.again} asked again), by text "
             f"{self.audit.by_text}, by log probabilities {self.audit.by_logprobs}; {len(self.own)} failed with their "
-            f"own process; {self.digests} transfers with equal digests; slowest answer {self.slowest:.1f} s; "
+            f"own process; {self.digests} transfers with equal digests between kvferry engines, {self.landed} to "
+            f"upstream; slowest answer {self.slowest:.1f} s; "
             f"{len(self.faults)} faults"
         )
 
@@ -292,5 +295,7 @@ def _digests(rolled: Rolled, report: Path) -> Iterator[str]:
     for transfer in read_reports([report]).values():
         done = all(line.status == "done" for line in (*transfer.producer, *transfer.consumer))
         if done and transfer.producer and transfer.consumer and any(line.bytes for line in transfer.producer):
-            rolled.digests += 1
+            to_upstream = any(line.peer_engine_id.startswith("upstream:") for line in transfer.producer)
+            rolled.landed += to_upstream
+            rolled.digests += not to_upstream
             yield from (f"transfer {transfer.transfer_id}: {problem}" for problem in transfer.problems())

@@ -27,7 +27,15 @@ from typing import Final
 from kvferry.testing.engine_forge import EngineForge
 from kvferry.testing.mixed_load import Ask, Reference, forget_caches, plan_load, take_references
 from kvferry.testing.rolling import ARGUMENTS, Place, Rolled, SteadyLoad, judge, roll
-from kvferry.testing.serve import SERVED_NAME, START_TIMEOUT_S, Connector, Role, ServeSpec, serve_router_over
+from kvferry.testing.serve import (
+    SERVED_NAME,
+    START_TIMEOUT_S,
+    Connector,
+    Role,
+    ServeSpec,
+    reporting,
+    serve_router_over,
+)
 
 ORDER: Final[tuple[tuple[Role, int], ...]] = (("prefill", 0), ("decode", 0), ("prefill", 1), ("decode", 1))
 
@@ -66,8 +74,6 @@ class Upgrade:
     def spec(self, role: Role, number: int, connector: Connector) -> ServeSpec:
         """One process."""
         options = {
-            "mooncake_protocol": "tcp",
-            "transfer_report": str(self.report),
             "debug_socket_dir": str(self.debug),
             "publish_timeout": float(UNFETCHED_S),
         }
@@ -81,7 +87,7 @@ class Upgrade:
                 *("--max-model-len", "1024", "--block-size", "32", "--max-num-seqs", "8"),
                 *("--num-gpu-blocks-override", "300", "--shutdown-timeout", str(self.drain), *ARGUMENTS),
             ),
-            options=options if connector == "ferry" else None,
+            options={**(options if connector == "ferry" else {}), **reporting(connector, self.folder)},
             environment={
                 "VLLM_SERVER_DEV_MODE": "1",
                 "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(UNFETCHED_S),

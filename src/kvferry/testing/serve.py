@@ -27,8 +27,9 @@ import msgspec
 
 from kvferry.testing.engine_forge import EngineForge, ForgedProcess
 from kvferry.testing.engines import CPU_ENVIRONMENT
-from kvferry.testing.pair import FERRY, UPSTREAM
+from kvferry.testing.pair import FERRY, WATCHED_UPSTREAM
 from kvferry.testing.ports import free_port
+from kvferry.testing.transfer_report import layouts_beside
 
 SERVED_NAME: Final = "tiny"
 """What clients call the model."""
@@ -147,15 +148,18 @@ def _start(
 Role = Literal["prefill", "decode"]
 Connector = Literal["ferry", "upstream"]
 
-_CONNECTORS: Final[Mapping[Connector, Mapping[str, str]]] = {
-    "ferry": FERRY,
-    # vLLM's own connector asks torch for the number of its device, which raises where there is none.
-    "upstream": {**UPSTREAM, "kv_connector_module_path": "kvferry.testing.upstream_connector"},
-}
+_CONNECTORS: Final[Mapping[Connector, Mapping[str, str]]] = {"ferry": FERRY, "upstream": WATCHED_UPSTREAM}
 _OPTIONS: Final[Mapping[Connector, Mapping[str, Any]]] = {
     "ferry": {"transport": "mooncake", "mooncake_protocol": "tcp"},
     "upstream": {"mooncake_protocol": "tcp"},
 }
+
+
+def reporting(connector: Connector, folder: Path) -> dict[str, Any]:
+    """Options of an engine, Mooncake over TCP, that tells its transfers in ``folder``, but for what vLLM's sends."""
+    report = folder / "transfers.jsonl"
+    extra = {"layout_dump": layouts_beside(report)} if connector == "ferry" else {}
+    return {"mooncake_protocol": "tcp", "transfer_report": str(report), **extra}
 
 
 @dataclass(frozen=True, slots=True)

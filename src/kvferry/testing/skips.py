@@ -22,6 +22,7 @@ OF_THE_MACHINE: Final = frozenset(
         "no IPv6 here",
         "this host has RDMA devices",
         "this engine is built for CUDA",
+        "vLLM has no 8-bit cache on a CPU without AVX-512",
         "closing a receiver of this transport is no fence, and it says so",
     }
 )

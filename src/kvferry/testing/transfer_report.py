@@ -3,16 +3,23 @@
 Both engines write one line for each (transfer, producer rank, consumer rank): what moved, how it ended, and a digest
 of the moved positions in their own memory. A transfer is *proven* when every pair of ranks has a line from each side,
 both done, with equal digests.
+
+A producer does not know which rank of vLLM's own connector it sends to. So there all pairs are looked at together: the
+digests of what was sent are those of what has landed (:meth:`Transfer.landing_problems`). Digests of unlike coordinates
+differ, so what went to the wrong rank shows too.
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from kvferry.runtime.report import Line
+
+_NO_DIGEST: Final = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,26 @@ class Transfer:
         """Whether the digests say that both ends hold the same."""
         return not self.problems()
 
+    @property
+    def sent(self) -> tuple[str, ...]:
+        """Digests of what producer ranks have sent, sorted; none of a rank whose copy of it another one sends."""
+        return _digests(line for line in self.producer if line.bytes and line.pages)
+
+    @property
+    def landed(self) -> tuple[str, ...]:
+        """Digests of what consumer ranks have received, sorted."""
+        return _digests(line for line in self.consumer if line.pages)
+
+    def landing_problems(self) -> tuple[str, ...]:
+        """Why a transfer to vLLM's own connector is not proven; empty when it is."""
+        lines = (*self.producer, *self.consumer)
+        found = [f"{line.side}: {line.status} ({line.reason})" for line in lines if line.status != "done"]
+        if self.sent != self.landed:
+            found.append(f"digests differ, {self.sent} were sent and {self.landed} have landed")
+        elif _NO_DIGEST in self.sent:
+            found.append("no digest")
+        return tuple(found) if self.sent or self.landed or found else ("nothing was reported",)
+
 
 def read_reports(paths: Iterable[Path]) -> dict[str, Transfer]:
     """All transfers in these files, by id. Files that do not exist yet are empty."""
@@ -90,6 +117,21 @@ def read_reports(paths: Iterable[Path]) -> dict[str, Transfer]:
     }
 
 
+def layouts_beside(report: Path | str) -> str:
+    """Where kvferry prefill engines write their layouts (option ``layout_dump``) for whoever writes this report."""
+    return str(Path(report).parent / "layouts" / "{engine}-{rank}.json")
+
+
+def wait_for_report(path: Path, transfer_id: str, holds: Callable[[Transfer], object], timeout: float) -> Transfer:
+    """Read until it holds of what is reported of this transfer, or ``timeout`` is over; then whatever there is."""
+    deadline = time.monotonic() + timeout
+    while True:
+        found = read_reports([path]).get(transfer_id, Transfer(transfer_id, (), ()))
+        if holds(found) or time.monotonic() > deadline:
+            return found
+        time.sleep(0.02)
+
+
 def wait_for_reports(paths: Iterable[Path], transfer_ids: Iterable[str], timeout: float) -> dict[str, Transfer]:
     """Read until both sides of all these transfers are there, or ``timeout`` is over; then whatever there is."""
     files, wanted = tuple(paths), tuple(transfer_ids)
@@ -99,6 +141,10 @@ def wait_for_reports(paths: Iterable[Path], transfer_ids: Iterable[str], timeout
         if all(t in found and found[t].complete for t in wanted) or time.monotonic() > deadline:
             return {t: found.get(t, Transfer(t, (), ())) for t in wanted}
         time.sleep(0.02)
+
+
+def _digests(lines: Iterable[Line]) -> tuple[str, ...]:
+    return tuple(sorted(line.digest or _NO_DIGEST for line in lines))
 
 
 def _by_ranks(lines: Iterable[Line]) -> Mapping[tuple[int, int], Line]:

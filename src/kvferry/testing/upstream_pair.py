@@ -13,23 +13,36 @@ import msgspec
 
 from kvferry.testing.engine_wire import EngineSpec
 from kvferry.testing.engines import Engine
-from kvferry.testing.pair import FERRY, UPSTREAM, Pair, PairSpec
+from kvferry.testing.pair import FERRY, WATCHED_UPSTREAM, Pair, PairSpec
 from kvferry.testing.ports import free_port
+from kvferry.testing.transfer_report import layouts_beside
 
 Kind = Literal["ferry", "upstream"]
-Role = Literal["prefill", "decode"]
+Role = Literal["prefill", "decode", "both"]
 
 FERRY_OPTIONS: Final[Mapping[str, Any]] = {"transport": "mooncake", "upstream_peers": "allow"}
+_ROLES: Final[Mapping[Role, str]] = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 UPSTREAM_OPTIONS: Final[Mapping[str, Any]] = {"mooncake_protocol": "tcp"}
 
 
+_ANYBODYS: Final = ("transfer_report", "flip_a_byte")
+"""Options that vLLM's connector as tests load it knows too."""
+
+
 def member(spec: EngineSpec, role: Role, kind: Kind, **options: Any) -> EngineSpec:
-    """An engine of a fleet; ``options`` go to kvferry's connector."""
-    connector = FERRY if kind == "ferry" else UPSTREAM
-    extra = {**FERRY_OPTIONS, **options} if kind == "ferry" else dict(UPSTREAM_OPTIONS)
+    """An engine of a fleet; ``options`` go to kvferry's connector.
+
+    With a ``transfer_report`` engines of both connectors tell there what they receive, and kvferry's what they send.
+    """
+    if kind == "ferry":
+        extra = {**FERRY_OPTIONS, **options}
+        if role == "prefill" and "transfer_report" in options:
+            extra["layout_dump"] = layouts_beside(options["transfer_report"])
+    else:
+        extra = {**UPSTREAM_OPTIONS, **{name: options[name] for name in _ANYBODYS if name in options}}
     transfer = {
-        **connector,
-        "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
+        **(FERRY if kind == "ferry" else WATCHED_UPSTREAM),
+        "kv_role": _ROLES[role],
         "engine_id": f"{spec.name}-{secrets.token_hex(4)}",
         "kv_connector_extra_config": extra,
     }

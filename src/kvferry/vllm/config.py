@@ -103,9 +103,10 @@ class Config:
     ``silence_timeout`` takes this process as lost, so this stays above the transfers that a peer has under way."""
 
     quarantine_max_fraction: float = 0.25
-    """Part of a consumer's blocks that failed transfers may hold until they are proven quiet. Above it the receive
-    engines in doubt are renewed at once; blocks never go back unproven. Where that is no proof (``cma``, a producer
-    that is stopped or wedged) new loads are refused until its process ends or goes on."""
+    """Part of a consumer's blocks that failed and aborted transfers may hold until they are proven quiet. Above it the
+    receive engines in doubt are renewed at once, and those of aborted transfers if these are not quiet in two seconds;
+    blocks never go back unproven. Where that is no proof (``cma``, a producer that is stopped or wedged) new loads are
+    refused until its process ends or goes on."""
 
     debug_socket_dir: str | None = None
     """Directory (mode 0700) in which each rank answers `kvferry story` on a Unix socket; unset: nothing listens."""

@@ -21,8 +21,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvferry.errors import ConfigError, ConfigReason
 from kvferry.vllm.config import ignored_options, parse_config
-from kvferry.vllm.endpoint import check_parallel, check_sleep_mode
+from kvferry.vllm.endpoint import check_parallel, check_sleep_mode, sleep_refusal
 from kvferry.vllm.holds import BlockHolds
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata
 from kvferry.vllm.releases import warn_of_untried
@@ -112,6 +113,13 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """As above, keyed by (pipeline rank, tensor rank); ranks are numbered in that order."""
         ranked = [metadata[key] for key in sorted(metadata)]
+        for one in ranked:
+            if not isinstance(one, FerryHandshake):
+                raise ConfigError(
+                    ConfigReason.UNSUPPORTED_MODEL,
+                    f"the workers were introduced by another connector ({type(one).__name__}): vLLM's MultiConnector "
+                    "passes on the word of the first child that has one, so FerryConnector must stand before it",
+                )
         self._scheduler.introduce([meta.placement for meta in ranked if isinstance(meta, FerryHandshake)])
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
@@ -182,6 +190,13 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
         """Read the layout of the caches and make them reachable."""
         self._worker.register(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """Asked by vLLM 0.33 and newer just before the cache's memory is unmapped, which must not happen.
+
+        An engine with ``--enable-cumem-allocator`` is asked to sleep although it was not started for it.
+        """
+        raise sleep_refusal()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """This rank's placement, for its siblings."""

@@ -170,10 +170,15 @@ def check_parallel(vllm_config: "VllmConfig") -> None:
 def check_sleep_mode(vllm_config: "VllmConfig") -> None:
     """Refuse an engine that may take its cache's memory away while a peer reads or writes it."""
     if vllm_config.model_config is not None and vllm_config.model_config.enable_sleep_mode:
-        raise ConfigError(
-            ConfigReason.UNSUPPORTED_MODEL,
-            "sleep mode unmaps the cache's memory, which peers read and write: start without --enable-sleep-mode",
-        )
+        raise sleep_refusal()
+
+
+def sleep_refusal() -> ConfigError:
+    """What is said of sleep mode, at start-up and when an engine is put to sleep all the same."""
+    return ConfigError(
+        ConfigReason.UNSUPPORTED_MODEL,
+        "sleep mode unmaps the cache's memory, which peers read and write: start without --enable-sleep-mode",
+    )
 
 
 def _url(host: str, port: int, *, https: bool) -> str:

@@ -34,7 +34,7 @@ class Siblings:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """Producer: the prompt of this transfer is being computed here; a pull for it may wait."""
+    """Producer: the prompt of this transfer is computed here, or waits for its turn; a pull for it may wait."""
 
     transfer: TransferId
 

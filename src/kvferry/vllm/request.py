@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvferry.ids import EngineId, TransferId
-from kvferry.protocol import PromptMark, Source
+from kvferry.ids import EngineId, RequestId, TransferId
+from kvferry.protocol import MAX_NAME, PromptMark, Source
 from kvferry.runtime import Alternative
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 MAX_ALTERNATIVES = 8
 """Of one request; more are not read."""
 
-_LEFT_LAST = "kvferry_left_last"
-"""Mark in a prefill request's parameters: its prompt was cut already (a preempted request comes by again)."""
+_KEY_BYTES = 64
+"""Of a digest's key, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,22 @@ class Origin:
     source: Source
     alternatives: tuple[Alternative, ...] = ()
     """Who else has it, in the router's order."""
+
+
+def drop_other_parameters(request: "Request") -> bool:
+    """Forget parameters that are no table, and say so. vLLM itself takes them for one, and its engine ends by it.
+
+    A client can send such: what it gives as ``vllm_xargs`` is not looked at before it is here.
+    """
+    if request.kv_transfer_params is None or isinstance(request.kv_transfer_params, dict):
+        return False
+    request.kv_transfer_params = None
+    return True
+
+
+def name_for_peers(request_id: str) -> RequestId:
+    """What peers call a request: as vLLM does, or by a digest where a client has chosen a name without end."""
+    return RequestId(request_id if len(request_id) <= MAX_NAME else _digest(request_id.encode()))
 
 
 def wants_prefill(request: "Request") -> bool:
@@ -84,27 +100,22 @@ def _alternatives(params: Mapping[str, Any], first: TransferId) -> tuple[Alterna
     return tuple(found.values())
 
 
-def leave_last_token(request: "Request") -> None:
-    """Make a prefill request end one token before its prompt does.
+def leave_last_token(request: "Request") -> bool:
+    """Make a prefill request end one token before its prompt does; says whether it does now.
 
     A one-token prompt stays as it is: there is nothing before its last token, and its consumer fetches nothing.
-    Prompts that no consumer fetches (embeddings, prompt logprobs) stay whole too.
+    Prompts that no consumer fetches (embeddings, prompt logprobs) stay whole too, and so does one that goes on: what
+    its next piece is put behind must be all of it.
     """
-    params = request.kv_transfer_params
-    if params is None or params.get(_LEFT_LAST) or request.num_prompt_tokens < 2:
-        return
+    if request.num_prompt_tokens < 2 or request.resumable:
+        return False
     if request.skip_reading_prefix_cache or not has_plain_prompt(request):
-        return
+        return False
     request.prompt_token_ids = request.prompt_token_ids[:-1]  # a copy: the caller may still hold the list
     del request._all_token_ids[-1]
     request.num_prompt_tokens -= 1
     request.max_tokens = 1
-    params[_LEFT_LAST] = True
-
-
-def whole_prompt_tokens(request: "Request") -> int:
-    """Length of the prompt as the client sent it."""
-    return int(request.num_prompt_tokens) + bool(_params(request).get(_LEFT_LAST))
+    return True
 
 
 def prompt_marks(request: "Request", tokens: int) -> tuple[PromptMark, ...]:
@@ -120,11 +131,11 @@ def prompt_digest(request: "Request", tokens: int) -> str:
 
     Images are left out since vLLM may name them by request, differently on the two sides.
     """
-    adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+    adapter = request.lora_request.lora_name.encode() if request.lora_request is not None else b""
     ids = array("q", (request.prompt_token_ids or ())[:tokens])
     if sys.byteorder == "big":
         ids.byteswap()
-    return hashlib.blake2b(ids.tobytes(), digest_size=16, key=adapter.encode()[:64]).hexdigest()
+    return _digest(ids.tobytes(), key=adapter if len(adapter) <= _KEY_BYTES else _digest(adapter).encode())
 
 
 def has_plain_prompt(request: "Request") -> bool:
@@ -136,6 +147,10 @@ def _params(request: "Request") -> Mapping[str, Any]:
     return request.kv_transfer_params or {}
 
 
+def _digest(data: bytes, *, key: bytes = b"") -> str:
+    return hashlib.blake2b(data, digest_size=16, key=key).hexdigest()
+
+
 def _text(params: Mapping[str, Any], key: str) -> str | None:
     value = params.get(key)
-    return value if isinstance(value, str) and value else None
+    return value if isinstance(value, str) and 0 < len(value) <= MAX_NAME else None

@@ -1,7 +1,8 @@
 """The scheduler half: turns what happens to requests into orders for the workers, and keeps their blocks held.
 
-Life of a transfer here. Producer: *expect* when the prompt is first scheduled, *publish* when the request has ended
-with its prompt computed (by length, stop or end-of-sequence alike), *withdraw* when it ended otherwise. Consumer:
+Life of a transfer here. Producer: *expect* when the request comes in, since its consumer may be told to fetch at the
+same time and a prompt may wait long for its turn; *publish* when the request has ended with its prompt computed (by
+length, stop or end-of-sequence alike), *withdraw* when it ended otherwise. Consumer:
 *pull* when vLLM has allocated blocks for the tokens that are missing, *cancel* when the request ends before its cache
 came, *release* when nothing is needed after all (a full prefix hit, a request that reads no cache, one that ended in
 the queue). Every block of a publish or a pull is held (:mod:`kvferry.vllm.holds`) until all ranks say it is quiet;
@@ -36,16 +37,17 @@ from kvferry.vllm.metadata import (
 )
 from kvferry.vllm.request import (
     Origin,
+    drop_other_parameters,
     has_plain_prompt,
     leave_last_token,
     mark_dealt_with,
+    name_for_peers,
     origin_of,
     prompt_digest,
     prompt_marks,
     transfer_of,
     wants_decode,
     wants_prefill,
-    whole_prompt_tokens,
 )
 from kvferry.vllm.tables import CacheShape
 
@@ -61,6 +63,9 @@ PUBLISHED = frozenset({RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINIS
 
 REMEMBERED = 4096
 """Transfers of which a consumer knows whose they are. One transfer's requests come close together."""
+
+LOGGED = 400
+"""Characters of a client's parameters that the log shows."""
 
 
 class FerryScheduler:
@@ -84,10 +89,16 @@ class FerryScheduler:
         self._consumes = consumes
         self._tickets = itertools.count(1)
         self._orders: list[Order] = []
-        self._expected: set[str] = set()
-        """Request ids whose *expect* was given and whose end has not been seen."""
+        self._expected: dict[str, TransferId] = {}
+        """Request ids whose *expect* was given and whose end has not been seen, with their transfer."""
+        self._published: dict[TransferId, None] = {}
+        """The latest that were published: a request that bears the same id and ends otherwise does not undo it."""
+        self._cut: set[str] = set()
+        """Request ids whose last prompt token was left to the consumer, and whose end has not been seen."""
         self._pulling: dict[str, Ticket] = {}
         """Request ids that wait for a pull, with its ticket."""
+        self._told = ""
+        """The latest request of which it was said why nothing is fetched: vLLM asks anew in each step that it waits."""
         self._said_holds = HeldBlocks(0, 0)
         self._claimed: dict[TransferId, str] = {}
         """The latest transfers, with the id of the one request that fetches or releases each. Routers that give one
@@ -100,9 +111,14 @@ class FerryScheduler:
         self._orders.append(Siblings(new_epoch(), tuple(placements)))
 
     def on_new_request(self, request: "Request") -> None:
-        """Producer: stop the prompt one token early where the N-1 rule holds."""
-        if self._produces and wants_decode(request) and self._shape.leaves_last_token:
-            leave_last_token(request)
+        """Producer: tell of its transfer, and stop the prompt one token early where the N-1 rule holds."""
+        if drop_other_parameters(request):
+            logger.warning("request %s: kv_transfer_params are no table and are ignored", request.request_id)
+        if not self._produces or not wants_decode(request):
+            return
+        self._expect(request)
+        if self._shape.leaves_last_token and leave_last_token(request):
+            self._cut.add(request.request_id)
 
     def missing_tokens(self, request: "Request", cached: int) -> int:
         """How many tokens after the first ``cached`` ones can be fetched from the producer."""
@@ -125,7 +141,9 @@ class FerryScheduler:
         try:
             check_kept(self._upstream_rules, wanted, tokens=computed, side="prefill")
         except RemoteProtocolError as error:
-            logger.info("request %s: its prompt is computed here: %s", request.request_id, error.message)
+            if self._told != request.request_id:
+                logger.info("request %s: its prompt is computed here: %s", request.request_id, error.message)
+            self._told = request.request_id
             return False
         return True
 
@@ -146,8 +164,6 @@ class FerryScheduler:
                 self._pull(request, origin, blocks.get_block_ids(), missing)
             else:
                 self._release(request, origin)
-        elif wants_decode(request):
-            self._expect(request)
 
     def on_finished(self, request: "Request", blocks: Sequence[Sequence[int]]) -> None:
         """The request has ended, for whatever reason; vLLM drops its own references to ``blocks`` after this."""
@@ -158,10 +174,10 @@ class FerryScheduler:
             mark_dealt_with(request)
             if origin is not None and self._claim(request, origin.transfer):
                 self._release(request, origin)
-        elif wants_decode(request) and self._produces:
-            transfer = transfer_of(request)
-            if transfer is not None:
-                self._end_prefill(request, transfer, blocks)
+        transfer = self._expected.pop(request.request_id, None)
+        if transfer is not None:
+            self._end_prefill(request, transfer, blocks)
+        self._cut.discard(request.request_id)
 
     def take_orders(self) -> FerryMetadata:
         """The orders of this step."""
@@ -228,34 +244,40 @@ class FerryScheduler:
         return self._claimed.get(transfer, request.request_id) == request.request_id
 
     def _release(self, request: "Request", origin: Origin) -> None:
-        self._orders.append(Release(origin.transfer, RequestId(request.request_id), origin.source))
+        name = name_for_peers(request.request_id)
+        self._orders.append(Release(origin.transfer, name, origin.source))
         for one in origin.alternatives:
-            self._orders.append(Release(one.transfer, RequestId(request.request_id), one.source))
+            self._orders.append(Release(one.transfer, name, one.source))
 
     def _expect(self, request: "Request") -> None:
-        if not self._produces or request.request_id in self._expected:
-            return
         transfer = transfer_of(request)
         if transfer is None:
             logger.warning("request %s: no transfer_id, so its cache is not published", request.request_id)
             return
-        self._expected.add(request.request_id)
+        self._expected[request.request_id] = transfer
         self._orders.append(Expect(transfer))
 
     def _end_prefill(self, request: "Request", transfer: TransferId, blocks: Sequence[Sequence[int]]) -> None:
-        self._expected.discard(request.request_id)
         tokens = request.num_prompt_tokens
         if request.status not in PUBLISHED or request.num_computed_tokens < tokens:
-            self._orders.append(Withdraw(transfer, f"the prefill request ended as {request.status.name}"))
+            self._withdraw(transfer, f"the prefill request ended as {request.status.name}")
         elif self._shape.leaves_last_token and request.num_computed_tokens > tokens:
-            why = f"its state has moved on to {request.num_computed_tokens} tokens, the prompt has {tokens}"
-            self._orders.append(Withdraw(transfer, why))
+            moved = f"its state has moved on to {request.num_computed_tokens} tokens, the prompt has {tokens}"
+            self._withdraw(transfer, moved)
         else:
             tables = self._shape.cut(blocks, Span(0, tokens))
             ticket = self._hold(tables)
             marks = prompt_marks(request, tokens)
-            whole = whole_prompt_tokens(request)
+            whole = tokens + (request.request_id in self._cut)
             self._orders.append(Publish(ticket, RequestId(request.request_id), transfer, tokens, tables, marks, whole))
+            self._published[transfer] = None
+            while len(self._published) > REMEMBERED:
+                del self._published[next(iter(self._published))]
+
+    def _withdraw(self, transfer: TransferId, why: str) -> None:
+        """Unless another request of that id has brought the cache, or still may."""
+        if transfer not in self._published and transfer not in self._expected.values():
+            self._orders.append(Withdraw(transfer, why))
 
     def _hold(self, tables: Sequence[Table]) -> Ticket:
         ticket = Ticket(next(self._tickets))
@@ -267,5 +289,5 @@ class FerryScheduler:
             "request %s: kv_transfer_params name no source that this engine can fetch from (%s); its prompt is "
             "computed here",
             request.request_id,
-            request.kv_transfer_params,
+            repr(request.kv_transfer_params)[:LOGGED],
         )

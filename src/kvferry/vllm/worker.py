@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from vllm.logger import init_logger
 
-from kvferry.ids import EngineId, Incarnation
+from kvferry.ids import EngineId, Incarnation, RequestId
 from kvferry.layout import BoundLayout, Parallel, bind_layout, decode_placement, encode_placement
 from kvferry.protocol import Fate, Ticket
 from kvferry.runtime import ConsumerRuntime, Fetch, Local, ProducerRuntime, Publication, Ready
@@ -42,6 +42,7 @@ from kvferry.vllm.metadata import (
     Siblings,
     Withdraw,
 )
+from kvferry.vllm.request import name_for_peers
 from kvferry.vllm.startup import StartUp
 from kvferry.vllm.statistics import FerryStats
 from kvferry.vllm.tables import read_cache_shape
@@ -91,6 +92,8 @@ class FerryWorker:
         self._before_step: Ready | None = None
         """Behind what was submitted before this step."""
         self._fresh: list[Publication] = []
+        self._renamed: dict[RequestId, RequestId] = {}
+        """Requests that are fetched for, by what peers call them, where vLLM calls them otherwise."""
 
     # -- start and end ---------------------------------------------------------------------------------------
 
@@ -198,9 +201,10 @@ class FerryWorker:
         """Receives that ended."""
         ended = Ended()
         for end in self._consumer.take_ended() if self._consumer is not None else ():
-            ended.finished.add(end.request)
+            request = self._renamed.pop(end.request, end.request)
+            ended.finished.add(request)
             if end.outcome.fate is not Fate.DONE:
-                ended.failed.add(end.request)
+                ended.failed.add(request)
         return ended
 
     def take_quiet(self) -> FerryWorkerMetadata | None:
@@ -249,10 +253,13 @@ class FerryWorker:
         match order:
             case Pull():
                 cleared = self._tails is not None and self._tails.clear(order.span, order.tables)
+                name = name_for_peers(order.request)
+                if name != order.request:
+                    self._renamed[name] = order.request
                 consumer.fetch(
                     Fetch(
                         order.ticket,
-                        order.request,
+                        name,
                         order.transfer,
                         order.source,
                         order.span,
