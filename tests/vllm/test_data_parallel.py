@@ -109,6 +109,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, forge: En
                 "mooncake_protocol": "tcp",
                 "transfer_report": str(report),
                 "side_channel_port": port,  # of rank 0; the other one takes the next
+                "silence_timeout": 30.0,  # eight processes on two cores: one without time for seconds is not dead
             },
             environment={"VLLM_SERVER_DEV_MODE": "1"},
         )

@@ -18,8 +18,8 @@ Morph = Callable[[Case, random.Random], None]
 END = 2**63 - 1
 """Of addresses."""
 
-FAR = 2**60
-"""Positions, at least so far from those that no number may reach."""
+FAR = 2**56
+"""Positions: far out, and rows that hold five times five as many still end below 2**62."""
 
 BEYOND = 2**50
 """A stride past everything that a small case holds."""
