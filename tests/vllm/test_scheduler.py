@@ -1,5 +1,7 @@
 """The scheduler half against vLLM's own scheduler: which orders it gives, and which blocks stay out of the pool."""
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -352,7 +354,26 @@ def test_a_prompt_of_which_vllms_connector_has_given_back_a_block_is_computed_he
     assert found == [Pull if pulls else Release]
 
 
-def test_why_a_prompt_is_computed_here_is_said_once(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+class Heard(logging.Handler):
+    """What one logger says, wherever else that goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@pytest.fixture
+def heard() -> Iterator[list[str]]:
+    logger, handler = logging.getLogger("vllm.kvferry.vllm.scheduler"), Heard()
+    logger.addHandler(handler)
+    yield handler.messages
+    logger.removeHandler(handler)
+
+
+def test_why_a_prompt_is_computed_here_is_said_once(model: Path, heard: list[str]) -> None:
     """vLLM asks in every step in which the request has to wait."""
     specs = [core.full_attention(), core.sliding_window(32)]
     engine = core.make_core(model, "kv_consumer", *specs, max_num_seqs=2, max_num_batched_tokens=64)
@@ -361,7 +382,7 @@ def test_why_a_prompt_is_computed_here_is_said_once(model: Path, caplog: pytest.
     request = engine.add("d", prompt(47, first=60), params=for_decode())
     for _ in range(5):
         assert engine.scheduler.connector.get_num_new_matched_tokens(request, 0) == (0, False)
-    assert caplog.text.count("request d: its prompt is computed here") == 1
+    assert sum("request d: its prompt is computed here" in one for one in heard) == 1
 
 
 def test_from_kvferry_such_a_prompt_is_pulled(model: Path) -> None:
