@@ -133,6 +133,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     with TemporaryDirectory() as scratch:
         make(options.pictures, options.layouts or Path(scratch))
+        if options.layouts:
+            names = sorted(path.name for path in options.layouts.glob("*.json"))
+            print(f"wrote {', '.join(names)} into {options.layouts}")
 
 
 if __name__ == "__main__":

@@ -59,6 +59,14 @@ def test_a_sound_machine_is_zero_and_pages_went_through_both_transports(host: st
     assert not missing, "docs/doctor.md names every choice and finding"
 
 
+def test_the_last_line_counts_what_was_warned_of() -> None:
+    options = ("--config", config(transport="cma"), "--host", "127.0.0.1")
+    warnings = [one["verdict"] for one in json.loads(doctor(*options, "--json").stdout)["findings"]].count("warning")
+    said = doctor(*options).stdout.splitlines()[-1]
+    counted = f"nothing failed; {warnings} warning{'s'[: warnings != 1]}"
+    assert said == (counted if warnings else "all that was looked at works")
+
+
 def test_the_engines_settings_reach_the_engine() -> None:
     first = free_port()
     ports = [f"MC_MIN_RPC_PORT={first}", f"MC_MAX_RPC_PORT={first + 20}"]

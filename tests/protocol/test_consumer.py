@@ -1,24 +1,14 @@
 """The consumer's machine, one story at a time. Field faults are named by their id."""
 
-from collections.abc import Sequence
-from typing import TypeVar
-
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvferry.errors import ProtocolReason
-from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
+from kvferry.ids import RequestId, TransferId
 from kvferry.protocol import (
     DONE,
-    VERSION,
-    Consumer,
-    ConsumerAction,
-    ConsumerClosing,
-    ConsumerEvent,
-    ConsumerLimits,
-    ConsumerTick,
     DestinationReleased,
     Fate,
     FenceDone,
@@ -26,129 +16,23 @@ from kvferry.protocol import (
     FenceProducer,
     FetchAborted,
     FetchEnded,
-    FetchRequested,
-    ForgetProducer,
     ForgetPull,
     Outcome,
-    PartDone,
     ProducerLost,
     PullFailed,
     PullKey,
     ReleaseRequested,
     Reply,
     ReplyArrived,
-    ReplyExtension,
     Resolve,
     SendAbort,
     SendPull,
-    Side,
-    Source,
     SourceRefused,
-    SourceResolved,
-    Span,
     Status,
-    Target,
     Ticket,
 )
-from kvferry.protocol.messages import Failed
 
-T = TransferId("t")
-TICKET = Ticket(1)
-LIFE = Incarnation(EngineId("P"), "e1")
-SOURCE = Source(EngineId("P"), "http://p:1")
-SPAN = Span(16, 64)
-A = TypeVar("A")
-
-
-class Driver:
-    """A machine with a clock; checks its invariants after every event."""
-
-    def __init__(self, **limits: float) -> None:
-        self.machine = Consumer(ConsumerLimits(**limits))  # type: ignore[arg-type]
-        self.now = 0.0
-        self.all: list[ConsumerAction] = []
-
-    def feed(self, event: ConsumerEvent) -> tuple[ConsumerAction, ...]:
-        actions = self.machine.handle(event, self.now)
-        self.machine.check_invariants()
-        self.all += actions
-        return actions
-
-    def wait(self, seconds: float) -> list[ConsumerAction]:
-        until, actions = self.now + seconds, []
-        while (due := self.machine.next_deadline) is not None and due <= until:
-            self.now = due
-            actions += self.feed(ConsumerTick())
-        self.now = until
-        return actions
-
-    def fetch(self, transfer: TransferId = T, ticket: Ticket = TICKET, seconds: float = 60) -> Sequence[ConsumerAction]:
-        request = RequestId(f"d-{transfer}")
-        return self.feed(FetchRequested(transfer, request, ticket, SOURCE, SPAN, 2, self.now + seconds, blocks=3))
-
-    def resolve(self, *ranks: int, transfer: TransferId = T, upstream: bool = False) -> Sequence[ConsumerAction]:
-        targets = tuple(Target(rank) for rank in ranks or (0,))
-        return self.feed(SourceResolved(transfer, LIFE, upstream, targets))
-
-    def open(self, *ranks: int, transfer: TransferId = T, ticket: Ticket = TICKET, upstream: bool = False) -> None:
-        """Fetch, and have the pulls sent."""
-        self.fetch(transfer, ticket)
-        self.resolve(*ranks, transfer=transfer, upstream=upstream)
-
-    def reply(self, rank: int = 0, transfer: TransferId = T, **fields: object) -> Sequence[ConsumerAction]:
-        return self.feed(ReplyArrived(PullKey(transfer, rank), say(transfer, **fields)))
-
-    def kept(self, kind: type[A]) -> list[A]:
-        return [action for action in self.all if isinstance(action, kind)]
-
-
-def say(
-    transfer: TransferId = T,
-    *,
-    status: Status = Status.FINISH,
-    ok: bool = False,
-    failed: ProtocolReason | None = None,
-    quiet: bool = True,
-    parts: Sequence[tuple[int, int]] | None = None,
-    epoch: str = "e1",
-    reason: ProtocolReason | None = None,
-) -> Reply:
-    """A kvferry producer's reply; an ``ok`` one covers everything unless ``parts`` says otherwise."""
-    request = f"d-{transfer}"
-    covered = [(SPAN.start, SPAN.stop)] if parts is None and ok else parts or ()
-    return Reply(
-        status=status,
-        ok_reqs=(request,) if ok else None,
-        err_reqs=(request,) if failed and quiet else None,
-        kvferry=ReplyExtension(
-            version=VERSION,
-            producer=Side("P", epoch, 0),
-            pull=1,
-            parts=tuple(PartDone(request, start, stop) for start, stop in covered),
-            failed=(Failed(request, failed.value, quiet),) if failed else (),
-            reason=reason.value if reason else None,
-        ),
-    )
-
-
-def theirs(status: Status = Status.FINISH, *, ok: bool = False, err: bool = False) -> Reply:
-    """An upstream producer's reply."""
-    return Reply(status, ("d-t",) if ok else None, ("d-t",) if err else None)
-
-
-def only(actions: Sequence[ConsumerAction], kind: type[A]) -> A:
-    (found,) = [action for action in actions if isinstance(action, kind)]
-    return found
-
-
-def failed(
-    reason: ProtocolReason, transfer: TransferId = T, ticket: Ticket = TICKET
-) -> tuple[TransferId, Ticket, Fate, ProtocolReason]:
-    return transfer, ticket, Fate.FAILED, reason
-
-
-def fate(ended: FetchEnded) -> tuple[TransferId, Ticket, Fate, ProtocolReason | None]:
-    return ended.transfer, ended.ticket, ended.outcome.fate, ended.outcome.reason
+from .consumer_driver import LIFE, SOURCE, TICKET, Driver, T, failed, fate, only, say, theirs
 
 
 def test_resolved_pulled_served_done() -> None:
@@ -258,34 +142,6 @@ def test_c03_a_client_that_leaves_does_not_free_blocks_under_a_write() -> None:
     assert only(actions, DestinationReleased).ticket == TICKET
 
 
-def test_c03_a_producer_that_does_not_answer_an_abort_is_fenced() -> None:
-    driver = Driver(abort_timeout=5, fence_after=2)
-    driver.open(0)
-    driver.feed(FetchAborted(TICKET))
-    driver.wait(6.9)
-    assert not driver.kept(FenceProducer)
-    assert only(driver.wait(0.2), FenceProducer).producer == LIFE
-    assert not driver.kept(DestinationReleased)
-    assert only(driver.feed(FenceDone(LIFE)), DestinationReleased).ticket == TICKET
-
-
-def test_c17_another_life_that_answers_is_believed_in_nothing() -> None:
-    driver = Driver()
-    driver.open(0)
-    actions = driver.reply(ok=True, epoch="e2")
-    assert fate(only(actions, FetchEnded)) == failed(ProtocolReason.STALE_INCARNATION)
-    assert only(actions, ForgetProducer).producer == LIFE
-    assert not driver.kept(DestinationReleased)
-
-
-def test_f15_what_was_learnt_is_dropped_when_the_same_life_refuses_it_too() -> None:
-    driver = Driver()
-    driver.open(0)
-    actions = driver.reply(status=Status.ERROR, reason=ProtocolReason.STALE_INCARNATION)
-    assert only(actions, ForgetProducer).producer == LIFE
-    assert only(actions, DestinationReleased).ticket == TICKET
-
-
 def test_a_producer_that_is_found_too_late_is_not_pulled_from_and_its_pulls_are_forgotten() -> None:
     driver = Driver()
     driver.fetch(seconds=1)
@@ -299,79 +155,6 @@ def test_a_producer_that_is_found_twice_is_pulled_from_once() -> None:
     driver.reply(0, ok=True)
     assert driver.resolve(0, 1) == (ForgetPull(PullKey(T, 0)),)
     assert only(driver.reply(1, ok=True), FetchEnded).outcome == DONE
-
-
-def test_f15_a_restart_drops_exactly_that_life() -> None:
-    driver = Driver()
-    driver.open(0)
-    other = Incarnation(EngineId("P"), "e2")
-    driver.fetch(TransferId("u"), Ticket(2))
-    driver.feed(SourceResolved(TransferId("u"), other, False, (Target(0),)))
-    actions = driver.feed(ProducerLost(LIFE, ProtocolReason.STALE_INCARNATION))
-    assert only(actions, ForgetProducer).producer == LIFE
-    assert only(actions, FenceProducer).producer == LIFE
-    assert fate(only(actions, FetchEnded)) == failed(ProtocolReason.STALE_INCARNATION)
-    assert driver.machine.held == (TICKET, Ticket(2))
-    actions = driver.feed(FenceDone(LIFE))
-    assert only(actions, DestinationReleased).ticket == TICKET
-    reply = say(TransferId("u"), ok=True, epoch="e2")
-    actions = driver.feed(ReplyArrived(PullKey(TransferId("u"), 0), reply))
-    assert only(actions, FetchEnded).outcome == DONE
-
-
-def test_a_lost_producer_fails_its_requests_at_once_and_its_blocks_wait_for_the_fence() -> None:
-    driver = Driver()
-    driver.open(0, 1)
-    actions = driver.feed(ProducerLost(LIFE))
-    assert fate(only(actions, FetchEnded)) == failed(ProtocolReason.PEER_LOST)
-    assert only(actions, FenceProducer)
-    assert not driver.kept(DestinationReleased)
-    assert driver.feed(ProducerLost(LIFE)) == (ForgetProducer(LIFE),)
-    assert only(driver.feed(FenceDone(LIFE)), DestinationReleased)
-    assert driver.feed(FenceDone(LIFE)) == ()
-
-
-def test_pulls_wait_while_a_fence_is_under_way() -> None:
-    """A pull sent now would name the engine that is being destroyed."""
-    driver = Driver()
-    driver.open(0)
-    driver.feed(ProducerLost(LIFE))
-    driver.fetch(TransferId("u"), Ticket(2))
-    assert driver.resolve(0, transfer=TransferId("u")) == ()
-    actions = driver.feed(FenceDone(LIFE))
-    assert only(actions, SendPull).key == PullKey(TransferId("u"), 0)
-    assert only(actions, DestinationReleased).ticket == TICKET
-
-
-def test_a_fence_that_fails_is_asked_for_again_and_nothing_is_given_back_unproven() -> None:
-    driver = Driver(fence_latest=8)
-    driver.open(0)
-    driver.feed(ProducerLost(LIFE))
-    driver.feed(FenceFailed(LIFE))
-    assert driver.wait(7.9) == []
-    assert only(driver.wait(0.2), FenceProducer)
-    assert driver.machine.held == (TICKET,)
-    assert only(driver.feed(FenceDone(LIFE)), DestinationReleased)
-
-
-def test_doubt_waits_for_the_other_pulls_of_that_producer_but_not_for_ever() -> None:
-    driver = Driver(fence_after=2, fence_latest=8)
-    driver.open(0, upstream=True)
-    driver.open(0, transfer=TransferId("u"), ticket=Ticket(2), upstream=True)
-    driver.feed(ReplyArrived(PullKey(T, 0), theirs(err=True)))
-    assert driver.wait(7.9) == []
-    actions = driver.wait(0.2)
-    assert only(actions, FenceProducer)
-    assert fate(only(actions, FetchEnded)) == failed(ProtocolReason.TRANSPORT_FAILED, TransferId("u"), Ticket(2))
-    released = [action for action in driver.feed(FenceDone(LIFE)) if isinstance(action, DestinationReleased)]
-    assert {action.ticket for action in released} == {TICKET, Ticket(2)}
-
-
-def test_doubt_is_fenced_as_soon_as_nothing_else_is_open() -> None:
-    driver = Driver(fence_after=2, fence_latest=8)
-    driver.open(0, upstream=True)
-    driver.feed(ReplyArrived(PullKey(T, 0), theirs(err=True)))
-    assert only(driver.wait(2.1), FenceProducer)
 
 
 @pytest.mark.parametrize("reply", [theirs(err=True), theirs(Status.ERROR), theirs(Status.LAYOUT_MISS)])
@@ -502,61 +285,6 @@ def test_a_fetch_aborted_before_its_pull_goes_on_as_a_release(upstream: bool) ->
     assert only(actions, SendPull).release
     driver.feed(ReplyArrived(PullKey(T, 0), theirs(ok=True) if upstream else say(ok=True)))
     assert driver.machine.next_deadline is None
-
-
-def test_too_many_blocks_in_doubt_are_fenced_at_once_and_not_given_back() -> None:
-    driver = Driver(quarantined_blocks=5)
-    for index in range(3):
-        driver.open(0, transfer=TransferId(f"a{index}"), ticket=Ticket(index))
-    driver.feed(PullFailed(PullKey(TransferId("a0"), 0), ProtocolReason.PEER_FAILED, quiet=False))
-    assert (driver.machine.quarantined_blocks, driver.kept(FenceProducer)) == (3, [])
-    actions = driver.feed(FetchAborted(Ticket(1)))
-    assert only(actions, FenceProducer)
-    assert not driver.kept(DestinationReleased)
-    driver.feed(FenceDone(LIFE))
-    assert (driver.machine.quarantined_blocks, driver.machine.held) == (0, ())
-
-
-def test_clients_who_leave_cost_others_nothing_where_the_producer_says_in_time_that_it_is_quiet() -> None:
-    driver = Driver(quarantined_blocks=5, abort_timeout=100)
-    for index in range(3):
-        driver.open(0, transfer=TransferId(f"a{index}"), ticket=Ticket(index))
-    for index in range(2):
-        driver.feed(FetchAborted(Ticket(index)))
-    driver.wait(1.9)
-    assert (driver.machine.quarantined_blocks, driver.kept(FenceProducer)) == (6, [])
-    for index in range(2):
-        driver.reply(transfer=TransferId(f"a{index}"), failed=ProtocolReason.ABORTED)
-    assert [released.ticket for released in driver.kept(DestinationReleased)] == [Ticket(0), Ticket(1)]
-    driver.wait(10)
-    driver.reply(transfer=TransferId("a2"), ok=True)
-    assert driver.kept(FetchEnded)[-1].outcome.fate is Fate.DONE
-    assert driver.kept(FenceProducer) == []
-
-
-def test_too_many_blocks_of_clients_who_left_are_fenced_soon_and_not_given_back() -> None:
-    driver = Driver(quarantined_blocks=5, abort_timeout=100)
-    for index in range(2):
-        driver.open(0, transfer=TransferId(f"a{index}"), ticket=Ticket(index))
-    for index in range(2):
-        driver.feed(FetchAborted(Ticket(index)))
-    driver.wait(2.1)
-    assert len(driver.kept(FenceProducer)) == 1
-    assert not driver.kept(DestinationReleased)
-    driver.feed(FenceDone(LIFE))
-    assert (driver.machine.quarantined_blocks, driver.machine.held) == (0, ())
-
-
-def test_closing_ends_everything_once_fenced() -> None:
-    driver = Driver()
-    driver.open(0)
-    driver.fetch(TransferId("u"), Ticket(2))
-    actions = driver.feed(ConsumerClosing())
-    assert {action.ticket for action in actions if isinstance(action, FetchEnded)} == {TICKET, Ticket(2)}
-    assert only(actions, FenceProducer)
-    assert only(driver.feed(FenceDone(LIFE)), DestinationReleased).ticket == TICKET
-    actions = driver.fetch(TransferId("v"), Ticket(3))
-    assert only(actions, FetchEnded).outcome.reason is ProtocolReason.ABORTED
 
 
 def test_everything_is_bounded() -> None:

@@ -21,7 +21,7 @@ from kvferry.protocol import (
     Ticket,
 )
 
-from .test_consumer import LIFE, SOURCE, TICKET, Driver, T
+from .consumer_driver import LIFE, SOURCE, TICKET, Driver, T
 
 NEW, OTHER = TransferId("new"), Incarnation(EngineId("Q"), "e1")
 

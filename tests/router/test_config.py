@@ -27,7 +27,8 @@ def test_prefill_addresses(text, url, bootstrap):
 @pytest.mark.parametrize(
     "text",
     ["h:1", "ftp://h:1", "http://", "http://h:0", "http://h:99999", "http://h:1,x", "http://h:1,0", "http://h:1?a"]
-    + ["http://h:1?", "http://h:1/#", "http://a..b:1", f"http://{'a' * 64}:1", "http://h:1/\x01", "http://h h:1"],
+    + ["http://h:1?", "http://h:1/#", "http://a..b:1", f"http://{'a' * 64}:1", "http://h:1/\x01", "http://h h:1"]
+    + ["http://h:1,", "http://h:1,8998,1", "http://h:1/v1", "http://h:1/v1/,8998"],
 )
 def test_bad_addresses_are_refused_by_name(text):
     with pytest.raises(ConfigError, match="--prefill") as caught:
@@ -65,6 +66,13 @@ def test_a_pause_cannot_shrink():
     with pytest.raises(ConfigError):
         Cooldown(5, 4)
     assert [Cooldown(1, 6).seconds(failures) for failures in (1, 2, 3, 4, 500)] == [1, 2, 4, 6, 6]
+
+
+def test_what_was_typed_is_named():
+    with pytest.raises(ConfigError, match="--prefill 'http://h:1,abc': bootstrap port 'abc' is neither"):
+        Prefill.parse("http://h:1,abc")
+    with pytest.raises(ConfigError, match="rounds must be at least 1, got 0$"):
+        RouterConfig(prefills=(Prefill("http://p:1", "http://p:2"),), decodes=(Decode("http://d:1"),), rounds=0)
 
 
 def test_the_command_refuses_bad_addresses_with_status_2():

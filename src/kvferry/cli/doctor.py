@@ -122,4 +122,15 @@ def _show(checkup: "Checkup") -> None:
     if checkup.choices:
         console().print(chosen)
     console().print(found)
-    print("all that was looked at works" if checkup.sound else "not sound: see what failed")
+    print(_summary(checkup))
+
+
+def _summary(checkup: "Checkup") -> str:
+    from kvferry.runtime.checkup import Verdict
+
+    warnings = sum(finding.verdict is Verdict.WARNING for finding in checkup.findings)
+    if not checkup.sound:
+        return "not sound: see what failed"
+    if warnings:
+        return f"nothing failed; {warnings} {'warning' if warnings == 1 else 'warnings'}"
+    return "all that was looked at works"

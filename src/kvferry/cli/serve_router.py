@@ -44,7 +44,7 @@ def serve_router(  # one parameter for each option
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     connect_timeout: Annotated[float, typer.Option(help="Seconds to reach an engine.")] = _PATIENCE.connect,
-    prefill_timeout: Annotated[float, typer.Option(help="Seconds to compute a prompt.")] = _PATIENCE.prefill,
+    prefill_timeout: Annotated[float, typer.Option(help="Seconds of silence of a prefill engine.")] = _PATIENCE.prefill,
     decode_timeout: Annotated[float, typer.Option(help="Seconds of silence of a decode engine.")] = _PATIENCE.decode,
     cooldown: Annotated[
         float, typer.Option(help="Seconds for which a failed engine is left alone at first.")

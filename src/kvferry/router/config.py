@@ -31,11 +31,13 @@ class Prefill:
         >>> Prefill.parse("http://10.0.0.1:8100,9000")
         Prefill(url='http://10.0.0.1:8100', bootstrap='http://10.0.0.1:9000')
         """
-        address, _, bootstrap = text.partition(",")
+        address, comma, bootstrap = text.partition(",")
         url = _base_url(address, option="--prefill")
-        bootstrap = bootstrap.strip() or str(DEFAULT_BOOTSTRAP_PORT)
+        bootstrap = bootstrap.strip() if comma else str(DEFAULT_BOOTSTRAP_PORT)
         if "://" in bootstrap:
             return cls(url, _base_url(bootstrap, option="--prefill"))
+        if not (bootstrap.isascii() and bootstrap.isdigit() and 0 < int(bootstrap) < 65536):
+            raise _invalid(f"--prefill {text!r}: bootstrap port {bootstrap!r} is neither 1..65535 nor a URL")
         host = urlsplit(url).hostname or ""
         host = f"[{host}]" if ":" in host else host
         return cls(url, _base_url(f"http://{host}:{bootstrap}", option="--prefill"))
@@ -126,11 +128,9 @@ class RouterConfig:
                 raise _invalid(f"the same engine is given twice: {', '.join(urls)}")
         if not 0 <= self.port <= 65535:
             raise _invalid(f"port must be 0..65535, got {self.port}")
-        if min(self.rounds, self.max_batch, self.max_body) < 1 or self.directory_ttl < 0:
-            raise _invalid(
-                "rounds, max_batch and max_body must be at least 1, directory_ttl at least 0; "
-                f"got {self.rounds}, {self.max_batch}, {self.max_body}, {self.directory_ttl}"
-            )
+        for name, least in (("rounds", 1), ("max_batch", 1), ("max_body", 1), ("directory_ttl", 0)):
+            if getattr(self, name) < least:
+                raise _invalid(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not 1 <= self.copies <= len(self.prefills):
             raise _invalid(f"copies must be 1 to the {len(self.prefills)} prefill engines given, got {self.copies}")
 
@@ -148,6 +148,8 @@ def _base_url(text: str, *, option: str) -> str:
         raise _invalid(f"{option} {text!r} must look like http://HOST:PORT")
     if port == 0:
         raise _invalid(f"{option} {text!r} has port 0")
+    if parts.path.rstrip("/").endswith("/v1"):
+        raise _invalid(f"{option} {text!r}: give the engine's address without /v1, which the router puts behind it")
     return text.rstrip("/")
 
 
