@@ -63,6 +63,8 @@ class Share:
 class Timings:
     """All that was measured: seconds by arm and length, kvferry's shares by length, its first transfer apart."""
 
+    rounds: int
+    """Of each start."""
     seconds: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     prefill: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     decode: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -247,7 +249,8 @@ class Apart:
 
     mean: float
     error: float
-    """Standard error of the mean."""
+    """Standard error of the mean, between starts: in one start the same engines are compared again and again, and two
+    engines with one connector differ too."""
 
     @property
     def is_slower(self) -> bool:
@@ -258,7 +261,8 @@ class Apart:
 def apart(timings: Timings, length: int) -> Apart:
     pairs = zip(timings.seconds["kvferry", length], timings.seconds["upstream", length], strict=True)
     found = [(mine - theirs) * 1e3 for mine, theirs in pairs]
-    return Apart(statistics.mean(found), statistics.stdev(found) / len(found) ** 0.5)
+    starts = [statistics.mean(found[at : at + timings.rounds]) for at in range(0, len(found), timings.rounds)]
+    return Apart(statistics.mean(starts), statistics.stdev(starts) / len(starts) ** 0.5)
 
 
 def _apart(timings: Timings, length: int) -> str:
@@ -310,8 +314,9 @@ own computing differs by some percent.
 {times}
 
 Above 1 in the last column but one kvferry is the slower one. The last column is the mean of the differences inside a
-round, with its standard error: a difference of less than twice that may be chance. Where the time goes with kvferry,
-medians in milliseconds, and what part of the time to first token they are:
+round, with its standard error between the starts (in one start the same engines are compared again and again, and two
+engines with one connector differ too): a difference of less than twice that may be chance. Where the time goes with
+kvferry, medians in milliseconds, and what part of the time to first token they are:
 
 {shares}
 
@@ -332,13 +337,13 @@ producer again.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--starts", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--starts", type=int, default=10, help="two at the least")
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="where logs and models stay; a temporary one by default")
     parser.add_argument("--out", type=Path, default=PAGE)
     chosen = parser.parse_args()
-    before, timings = os.getloadavg()[0], Timings()
+    before, timings = os.getloadavg()[0], Timings(chosen.rounds)
     with tempfile.TemporaryDirectory() as temporary:
         for start in range(chosen.starts):
             measure(chosen.rounds, folder=chosen.folder or Path(temporary), seed=chosen.seed + start, into=timings)
