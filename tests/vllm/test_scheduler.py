@@ -355,7 +355,8 @@ def test_a_prompt_of_which_vllms_connector_has_given_back_a_block_is_computed_he
 
 
 class Heard(logging.Handler):
-    """What one logger says, wherever else that goes."""
+    """What one logger says, wherever else that goes and however loud the process is: `kvferry layout dump`, tested in
+    this process, makes all of vLLM quiet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,9 +369,12 @@ class Heard(logging.Handler):
 @pytest.fixture
 def heard() -> Iterator[list[str]]:
     logger, handler = logging.getLogger("vllm.kvferry.vllm.scheduler"), Heard()
+    level = logger.level
+    logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     yield handler.messages
     logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 def test_why_a_prompt_is_computed_here_is_said_once(model: Path, heard: list[str]) -> None:
