@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -125,7 +126,7 @@ class Bench:
     def __init__(self, *, limit: int = 2, grace: float = 1000.0) -> None:
         self.loop = asyncio.new_event_loop()
         self.told: list[FetchEnded] = []
-        self.retries = Retries(limit, grace=grace, loop=self.loop, report=self.told.append)
+        self.retries = Retries(limit, grace=grace, loop=self.loop, clock=time.monotonic, report=self.told.append)
         self.retries.begin(Attempt(with_others("t2"), deadline=float("inf")))
 
     def close(self) -> None:

@@ -9,7 +9,9 @@ import pytest
 
 from kvferry.errors import TransportError, TransportReason
 from kvferry.plan.descriptors import Descriptors
+from kvferry.transport.awake import LOOK_EVERY, AwakeClock
 from kvferry.transport.base import SubmissionState
+from kvferry.transport.progress import Progress
 from kvferry.transport.window import Lane, Pace, RowState
 
 DEADLINE_S = 10.0
@@ -63,16 +65,23 @@ class Stage:
     def __init__(self) -> None:
         self.engine = ScriptedEngine()
         self.clock = ManualClock()
+        awake = AwakeClock(self.clock)
         self.entered: list[int] = []
         pace = Pace(
             max_outstanding=10,
             max_slice=4,
             stall_s=5.0,
-            clock=self.clock,
+            clock=awake,
             sleep=time.sleep,
             enter_thread=lambda: self.entered.append(threading.get_ident()),
         )
         self.lane = Lane(self.engine, "peer:1", pace)
+
+    def wait(self, seconds: float, watched: Progress) -> None:
+        """Time goes by, and somebody looks now and then."""
+        for _ in range(round(seconds / LOOK_EVERY)):
+            self.clock.now += LOOK_EVERY
+            watched.poll()
 
     def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -147,9 +156,9 @@ def test_a_stall_fails_everything_and_a_late_completion_makes_it_quiet(stage: St
     stuck = stage.lane.submit(rows(30), descriptors=30)
     waiting = stage.lane.submit(rows(5), descriptors=5)
     stage.until(lambda: len(stage.engine.states) == 10)
-    stage.clock.now = 4.9
+    stage.wait(4.75, stuck)
     assert stuck.poll() is SubmissionState.PENDING
-    stage.clock.now = 20.0
+    stage.wait(0.25, stuck)
     assert stuck.poll() is SubmissionState.FAILED
     assert waiting.poll() is SubmissionState.FAILED
     assert stuck.error is not None
@@ -166,6 +175,17 @@ def test_a_stall_fails_everything_and_a_late_completion_makes_it_quiet(stage: St
     assert len(stage.engine.rows) == 10
     served = stage.lane.submit(rows(20), descriptors=20)
     stage.until(lambda: served.poll() is SubmissionState.DONE)
+
+
+def test_a_writer_that_stood_still_does_not_blame_its_peer(stage: Stage) -> None:
+    """What has come back meanwhile has not been looked at yet."""
+    submission = stage.lane.submit(rows(10), descriptors=10)
+    stage.until(lambda: len(stage.engine.states) == 10)
+    stage.wait(4.25, submission)
+    stage.clock.now += 30.0
+    assert submission.poll() is SubmissionState.PENDING
+    stage.engine.finish(RowState.LANDED)
+    stage.until(lambda: submission.poll() is SubmissionState.DONE)
 
 
 def test_a_cancelled_submission_is_quiet_when_its_rows_are_back(stage: Stage) -> None:

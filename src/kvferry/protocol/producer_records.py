@@ -26,11 +26,11 @@ class ProducerLimits:
     pulls: int = 8_192
     """Open pulls; one more is answered with an error, or not at all where it repeats an open one."""
 
-    strangers: int = 1_024
+    strangers: int = 4_096
     """Transfers that only peers have spoken of. They never hinder the others."""
 
-    strangers_per_peer: int = 256
-    """The same for one consumer rank."""
+    strangers_per_peer: int = 2_048
+    """The same for one consumer rank, so that one with many requests leaves room for the others."""
 
     pullers: int = 4_096
     """Consumer ranks that one transfer may be pulled by."""

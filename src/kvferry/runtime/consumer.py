@@ -14,6 +14,7 @@ import asyncio
 import logging
 import queue
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, Protocol, assert_never
 
@@ -132,7 +133,11 @@ class ConsumerCore:
             machine, self._perform, tick=ConsumerTick(), loop=thread.loop
         )
         self._retries = Retries(
-            options.retries, grace=options.timing.retry_quiet, loop=thread.loop, report=self._report
+            options.retries,
+            grace=options.timing.retry_quiet,
+            loop=thread.loop,
+            clock=self._pump.now,
+            report=self._report,
         )
         self.ended: queue.SimpleQueue[FetchEnded] = queue.SimpleQueue()
         self.quiet: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
@@ -148,6 +153,11 @@ class ConsumerCore:
         """Connections can be made from now on."""
         self._links = links
 
+    @property
+    def clock(self) -> Callable[[], float]:
+        """That of all deadlines and stories here."""
+        return self._pump.now
+
     def feed(self, event: ConsumerEvent) -> None:
         """Hand an event to the machine."""
         self._pump.feed(event)
@@ -156,7 +166,7 @@ class ConsumerCore:
 
     def fetch(self, fetch: Fetch) -> None:
         """Fetch positions into blocks."""
-        first = Attempt(fetch, time.monotonic() + self._timing.pull)
+        first = Attempt(fetch, self._pump.now() + self._timing.pull)
         self._retries.begin(first)
         self._attempt(first)
 
@@ -179,7 +189,7 @@ class ConsumerCore:
 
     def spoiled(self, fetch: Fetch) -> None:
         """The device failed before the fetch began: it has failed, and nobody was asked to write for it."""
-        self._retries.begin(Attempt(fetch, time.monotonic()))  # so that its alternatives are released with it
+        self._retries.begin(Attempt(fetch, self._pump.now()))  # so that its alternatives are released with it
         outcome = Outcome(Fate.FAILED, ProtocolReason.DEVICE_FAILED, "the device of this worker failed")
         ended = FetchEnded(fetch.transfer, fetch.request, fetch.ticket, outcome)
         pulled = Pulled(fetch.request, fetch.transfer, fetch.span, fetch.tables, fetch.prompt)
@@ -192,7 +202,7 @@ class ConsumerCore:
 
     def release(self, transfer: TransferId, request: RequestId, source: Source) -> None:
         """Nothing is wanted of this transfer; its producer should know."""
-        deadline = time.monotonic() + self._timing.orphan
+        deadline = self._pump.now() + self._timing.orphan
         self.feed(ReleaseRequested(transfer, request, source, deadline))
 
     def cancel(self, ticket: Ticket) -> None:

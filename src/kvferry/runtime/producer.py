@@ -11,8 +11,7 @@ to start once the transfer is published (:mod:`kvferry.runtime.sending`), and wi
 
 import logging
 import queue
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import assert_never
 
@@ -120,6 +119,11 @@ class ProducerCore:
     def attach(self, outlet: Outlet) -> None:
         """The listener is up: replies go there."""
         self._pulls.attach(outlet)
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """That of all deadlines and stories here."""
+        return self._pump.now
 
     def feed(self, event: ProducerEvent) -> None:
         """Hand an event to the machine."""
@@ -270,11 +274,11 @@ class ProducerCore:
 
     def expect(self, transfer: TransferId) -> None:
         """The prompt is being computed, or waits for it."""
-        self.feed(Announced(transfer, deadline=time.monotonic() + self._timing.announced))
+        self.feed(Announced(transfer, deadline=self._pump.now() + self._timing.announced))
 
     def publish(self, publication: Publication) -> None:
         """The prompt is computed."""
-        deadline = time.monotonic() + self._timing.publish
+        deadline = self._pump.now() + self._timing.publish
         self._journal.published(publication.transfer, publication.request)
         self._prompts.note(publication)
         span = Span(0, publication.tokens)

@@ -1,14 +1,18 @@
 """Drives one machine: events in, actions out, a timer for its next deadline.
 
-The machine is pure; this is the only place where it meets a clock. Events that arise while an action is carried out
-wait in the queue until the actions of the event before are all done, so a machine never sees itself re-entered.
+The machine is pure; this is the only place where it meets a clock. That clock counts no time in which this process
+stood still (:mod:`kvferry.transport.awake`): just after it, peers would seem silent whose messages are still unread.
+
+Events that arise while an action is carried out wait in the queue until the actions of the event before are all done,
+so a machine never sees itself re-entered.
 """
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final, Generic, Protocol, TypeVar
+
+from kvferry.transport.awake import LOOK_EVERY, AwakeClock
 
 SLACK: Final = 1e-3
 """So late may a tick be: timers of the loop are no finer."""
@@ -40,19 +44,17 @@ class Pump(Generic[_Event, _Action]):
         *,
         tick: _Event,
         loop: asyncio.AbstractEventLoop,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._machine = machine
         self._perform = perform
         self._tick = tick
         self._loop = loop
+        self.now = clock or AwakeClock()
+        """The clock of all deadlines of this machine."""
         self._queue: deque[_Event] = deque()
         self._running = False
         self._timer: asyncio.TimerHandle | None = None
-
-    @staticmethod
-    def now() -> float:
-        """The clock of all deadlines."""
-        return time.monotonic()
 
     def feed(self, event: _Event) -> None:
         """Hand an event to the machine and carry out what it asks for; on the loop's thread.
@@ -86,12 +88,19 @@ class Pump(Generic[_Event, _Action]):
 
     def _set_timer(self) -> None:
         due = self._machine.next_deadline
-        if self._timer is not None and due is not None and self._timer.when() <= due + SLACK:
-            return  # it comes in time; a tick that comes early does nothing and sets the next one
+        if due is None:
+            self.stop()
+            return
+        wait = min(max(0.0, due - self.now()), LOOK_EVERY)
+        if self._timer is not None and self._timer.when() <= self._loop.time() + wait + SLACK:
+            return  # it comes in time; one that comes early sets the next one
         self.stop()
-        if due is not None:
-            self._timer = self._loop.call_later(max(0.0, due - self.now()), self._on_timer)
+        self._timer = self._loop.call_later(wait, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
-        self.feed(self._tick)
+        due = self._machine.next_deadline
+        if due is not None and due > self.now():
+            self._set_timer()
+        else:
+            self.feed(self._tick)

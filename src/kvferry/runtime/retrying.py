@@ -12,7 +12,6 @@ Every attempt is a transfer of its own, with a line, a story and a count of its 
 """
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -44,9 +43,17 @@ class Retries:
     """The fetches of one consumer rank for which there are alternatives. Used on its loop only."""
 
     def __init__(
-        self, limit: int, *, grace: float, loop: asyncio.AbstractEventLoop, report: Callable[[FetchEnded], None]
+        self,
+        limit: int,
+        *,
+        grace: float,
+        loop: asyncio.AbstractEventLoop,
+        clock: Callable[[], float],
+        report: Callable[[FetchEnded], None],
     ) -> None:
         self._limit = limit
+        self._clock = clock
+        """Of the attempts' deadlines."""
         self._grace = grace
         self._loop = loop
         self._report = report
@@ -68,7 +75,7 @@ class Retries:
         tried = len(trial.fetch.alternatives) - len(trial.left)
         if ended.outcome.fate is not Fate.FAILED or not trial.left or tried >= self._limit:
             return None
-        if time.monotonic() >= trial.deadline:
+        if self._clock() >= trial.deadline:
             return None
         trial.failure = ended
         trial.timer = self._loop.call_later(self._grace, self._give_up, ended.ticket)

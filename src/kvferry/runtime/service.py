@@ -99,7 +99,7 @@ class ProducerRuntime:
         if options.enter_thread is not None:
             self._thread.belong(options.enter_thread)
         core = ProducerCore(local, self._thread, options, journal=ProducerJournal(local, self._report, self._tally))
-        self._door = StoryDoor(local, "producer", core.story)
+        self._door = StoryDoor(local, "producer", core.story, clock=core.clock)
         try:
             await self._door.open(options.debug_dir)
             return core, await ProducerNetwork.serve(core, local, options)
@@ -172,7 +172,7 @@ class ConsumerRuntime:
         network = ConsumerNetwork(options)
         journal = ConsumerJournal(local, self._report, self._tally)
         core = ConsumerCore(local, self._thread, options, finder=network, journal=journal)
-        self._door = StoryDoor(local, "consumer", core.story)
+        self._door = StoryDoor(local, "consumer", core.story, clock=core.clock)
         try:
             await self._door.open(options.debug_dir)
         except BaseException:
@@ -210,9 +210,8 @@ def _closed(thread: LoopThread, closing: Callable[[], None], stop: Callable[[], 
 
 
 def _drain(source: "queue.SimpleQueue[_T]") -> list[_T]:
+    """All that is in it. Only the embedding engine's thread takes out of it."""
     found: list[_T] = []
-    while True:
-        try:
-            found.append(source.get_nowait())
-        except queue.Empty:
-            return found
+    while not source.empty():
+        found.append(source.get_nowait())
+    return found

@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Literal
 
@@ -60,10 +61,12 @@ class Answer(msgspec.Struct, frozen=True):
 class StoryDoor:
     """The socket of one runtime. Opened, used and closed on its loop."""
 
-    def __init__(self, local: Local, role: Role, story: Story) -> None:
+    def __init__(self, local: Local, role: Role, story: Story, *, clock: Callable[[], float]) -> None:
         self._local = local
         self._role = role
         self._story = story
+        self._clock = clock
+        """That by which the story is dated."""
         self._server: asyncio.Server | None = None
         self._path: Path | None = None
         self._clients: set[asyncio.Task[None]] = set()
@@ -112,7 +115,7 @@ class StoryDoor:
 
     def _answer(self, line: bytes) -> Answer:
         transfer = read_line(line)
-        now = asyncio.get_running_loop().time()  # the clock of the pumps
+        now = self._clock()
         events = tuple(Event(one.at - now, one.event, one.state, one.actions) for one in self._story.of(transfer))
         here = self._local.incarnation
         opened = () if transfer else self._story.open

@@ -71,6 +71,10 @@ class Interval:
         return bool(self.writes or self.receives or self.ends or self.counts)
 
 
+_NOTHING = Interval()
+"""What most steps take."""
+
+
 class Tally:
     """Counts for one runtime; may be used from any thread."""
 
@@ -105,6 +109,8 @@ class Tally:
     def take(self) -> Interval:
         """All that was counted since this was last called."""
         with self._lock:
+            if not (self._writes or self._receives or self._ends or self._counts):
+                return _NOTHING
             taken = Interval(tuple(self._writes), tuple(self._receives), self._ends, self._counts)
             self._writes, self._receives, self._ends, self._counts = [], [], Counter(), Counter()
         return taken

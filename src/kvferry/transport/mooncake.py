@@ -36,6 +36,7 @@ from typing import Any
 from kvferry.errors import TransportError, TransportReason
 from kvferry.layout import Region
 from kvferry.plan.descriptors import Descriptors
+from kvferry.transport.awake import AwakeClock
 from kvferry.transport.base import Peer
 from kvferry.transport.engine_settings import (
     DEVICE_PROTOCOLS,
@@ -89,7 +90,7 @@ class MooncakeTransport:
         protocol: str = "tcp",
         device: str = "",
         enter_thread: Callable[[], None] | None = None,
-        stall_s: float = 10.0,
+        stall_s: float = 20.0,
         close_timeout_s: float = 90.0,
     ) -> None:
         """``host``: the name or IP by which peers reach this process; the engine picks the port.
@@ -97,7 +98,8 @@ class MooncakeTransport:
         ``device``: a comma-separated filter of network devices, empty for all. ``enter_thread``: called first in each
         thread that hands rows to the engine, and here before and after the engine starts, for while it does an engine
         may make another device the current one. ``stall_s``: how long a peer may take no row before its submissions
-        fail. ``close_timeout_s`` outlasts the 61 s that the engine may spend on a port that accepts and says nothing.
+        fail; the engine itself gives a row up after 30 s without progress. ``close_timeout_s`` outlasts the 61 s that
+        the engine may spend on a port that accepts and says nothing.
         """
         if not host:
             raise TransportError(TransportReason.UNAVAILABLE, "host is empty: peers need an address to write to")
@@ -117,7 +119,7 @@ class MooncakeTransport:
             max_outstanding=outstanding_limit(os.environ),
             max_slice=MAX_SUBMISSION,
             stall_s=stall_s,
-            clock=time.monotonic,
+            clock=AwakeClock(),
             sleep=time.sleep,
             enter_thread=enter_thread,
         )

@@ -6,9 +6,10 @@ The thread tops the window up, reaps what has finished, and sleeps when neither 
 columns become Python integers one slice at a time, as the window opens.
 
 **Stall.** When rows are out and none has come back for ``stall_s``, every submission of the lane fails (TIMED_OUT);
-those with rows out are not quiet, the others are. The rows stay watched: if the peer wakes up and all of them land
-after all, the failed submission becomes quiet, and the lane serves again. The stall is also judged by whoever polls, so
-a thread stuck inside the engine delays nobody.
+those with rows out are not quiet, the others are. Time in which this process itself stood still does not count: what
+came back meanwhile has not been looked at (:mod:`kvferry.transport.awake`). The rows stay watched: if the peer wakes up
+and all of them land after all, the failed submission becomes quiet, and the lane serves again. The stall is also judged
+by whoever polls, so a thread stuck inside the engine delays nobody.
 """
 
 import threading
@@ -60,6 +61,7 @@ class Pace:
     stall_s: float
     """Without any row coming back for so long, the lane's submissions fail."""
     clock: Callable[[], float]
+    """By which a stall is judged; it should count no time in which this process stood still."""
     sleep: Callable[[float], None]
     enter_thread: Callable[[], None] | None = None
     """Called first in the lane's thread: makes the memory's device the current one."""

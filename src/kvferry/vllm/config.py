@@ -86,8 +86,9 @@ class Config:
     max_pulls: int = 8_192
     """Most pulls that one producer rank has open; one more is answered with an error."""
 
-    max_unknown_transfers: int = 1_024
-    """Most transfers that only peers have spoken of; a pull for one more is answered with an error."""
+    max_unknown_transfers: int = 4_096
+    """Most transfers that only peers have spoken of, and twice as many as of one rank of them; a pull for one more is
+    answered with an error."""
 
     max_layouts: int = 4_096
     """Most layouts of peers' ranks that one rank remembers; one that was forgotten is asked for again."""

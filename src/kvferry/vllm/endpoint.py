@@ -82,6 +82,7 @@ def read_options(
             leases=config.max_transfers,
             pulls=config.max_pulls,
             strangers=config.max_unknown_transfers,
+            strangers_per_peer=max(1, config.max_unknown_transfers // 2),
             write_timeout=config.write_timeout,
             lost_grace=config.lost_consumer_grace,
         ),

@@ -40,6 +40,7 @@ class BlockHolds:
         self._quiet: Counter[Ticket] = Counter()
         self._doubtful: set[Ticket] = set()
         """Held tickets whose fetch has failed."""
+        self._count = HeldBlocks(0, 0)
 
     def bind(self, pool: "BlockPool") -> None:
         """Take the pool that the scheduler allocates from; called once, before the first request."""
@@ -55,27 +56,35 @@ class BlockHolds:
         blocks = [pool.blocks[block] for block in sorted(ids)]
         pool.touch(blocks)
         self._held[ticket] = blocks
+        self._add(held=len(blocks))
 
     def doubt(self, ticket: Ticket) -> None:
         """The fetch of this ticket has failed; its blocks stay held until it is quiet."""
-        if ticket in self._held:
+        if ticket in self._held and ticket not in self._doubtful:
             self._doubtful.add(ticket)
+            self._add(quarantined=len(self._held[ticket]))
 
     @property
     def count(self) -> HeldBlocks:
-        """How many are held now."""
-        return HeldBlocks(
-            sum(len(blocks) for blocks in self._held.values()), sum(len(self._held[one]) for one in self._doubtful)
-        )
+        """How many are held now. Asked in every step, so it is kept up rather than counted."""
+        return self._count
 
     def settle(self, quiet: Mapping[Ticket, int]) -> None:
         """Count ranks that say "quiet"; drop the references of tickets for which all have."""
         self._quiet.update(quiet)
         for ticket in [ticket for ticket in quiet if self._quiet[ticket] >= self._ranks]:
             del self._quiet[ticket]
-            self._doubtful.discard(ticket)
             if ticket in self._held:
-                self._bound().free_blocks(reversed(self._held.pop(ticket)))
+                self._drop(ticket)
+
+    def _drop(self, ticket: Ticket) -> None:
+        blocks = self._held.pop(ticket)
+        self._bound().free_blocks(reversed(blocks))
+        self._add(held=-len(blocks), quarantined=-len(blocks) if ticket in self._doubtful else 0)
+        self._doubtful.discard(ticket)
+
+    def _add(self, *, held: int = 0, quarantined: int = 0) -> None:
+        self._count = HeldBlocks(self._count.held + held, self._count.quarantined + quarantined)
 
     def _bound(self) -> "BlockPool":
         if self._pool is None:

@@ -1,16 +1,17 @@
 """The scheduler half: turns what happens to requests into orders for the workers, and keeps their blocks held.
 
-Life of a transfer here. Producer: *expect* when the request comes in, since its consumer may be told to fetch at the
-same time and a prompt may wait long for its turn; *publish* when the request has ended with its prompt computed (by
-length, stop or end-of-sequence alike), *withdraw* when it ended otherwise. Consumer:
-*pull* when vLLM has allocated blocks for the tokens that are missing, *cancel* when the request ends before its cache
-came, *release* when nothing is needed after all (a full prefix hit, a request that reads no cache, one that ended in
-the queue). Every block of a publish or a pull is held (:mod:`kvferry.vllm.holds`) until all ranks say it is quiet;
-so vLLM may drop its own references at once, and no request waits for a send.
+Life of a transfer here. Producer: *expect* when the request has been here for a step, since its consumer may be told to
+fetch at the same time and a prompt may wait long for its turn; *publish* when the request has ended with its prompt
+computed (by length, stop or end-of-sequence alike), *withdraw* when it ended otherwise. Consumer: *pull* when vLLM has
+allocated blocks for the tokens that are missing, *cancel* when the request ends before its cache came, *release* when
+nothing is needed after all (a full prefix hit, a request that reads no cache, one that ended in the queue). Every block
+of a publish or a pull is held (:mod:`kvferry.vllm.holds`) until all ranks say it is quiet; so vLLM may drop its own
+references at once, and no request waits for a send.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -88,7 +89,12 @@ class FerryScheduler:
         self._produces = produces
         self._consumes = consumes
         self._tickets = itertools.count(1)
-        self._orders: list[Order] = []
+        self._orders: list[Order | Callable[[], Order]] = []
+        """For the next step; some are made only then, after the answer to their request."""
+        self._announced: list[Expect] = []
+        """Of requests that came in since the last step, for the next step but one. Most prompts are computed in one
+        step, and are published then without ever being expected: telling the transfer thread of each while its prompt
+        is computed would make the first token late."""
         self._expected: dict[str, TransferId] = {}
         """Request ids whose *expect* was given and whose end has not been seen, with their transfer."""
         self._published: dict[TransferId, None] = {}
@@ -181,8 +187,8 @@ class FerryScheduler:
 
     def take_orders(self) -> FerryMetadata:
         """The orders of this step."""
-        orders, self._orders = self._orders, []
-        return FerryMetadata(tuple(orders))
+        orders, self._orders, self._announced = self._orders, [*self._announced], []
+        return FerryMetadata(tuple(order() if callable(order) else order for order in orders))
 
     def on_worker_output(self, output: "KVConnectorOutput") -> None:
         """What all ranks reported in a step: receives that ended, tickets that are quiet."""
@@ -208,7 +214,7 @@ class FerryScheduler:
 
     def has_work(self) -> bool:
         """Whether the engine must go on stepping although no request is left."""
-        return bool(self._orders) or len(self._holds) > 0
+        return bool(self._orders or self._announced) or len(self._holds) > 0
 
     # -- steps of the above ----------------------------------------------------------------------------------
 
@@ -255,7 +261,7 @@ class FerryScheduler:
             logger.warning("request %s: no transfer_id, so its cache is not published", request.request_id)
             return
         self._expected[request.request_id] = transfer
-        self._orders.append(Expect(transfer))
+        self._announced.append(Expect(transfer))
 
     def _end_prefill(self, request: "Request", transfer: TransferId, blocks: Sequence[Sequence[int]]) -> None:
         tokens = request.num_prompt_tokens
@@ -265,19 +271,30 @@ class FerryScheduler:
             moved = f"its state has moved on to {request.num_computed_tokens} tokens, the prompt has {tokens}"
             self._withdraw(transfer, moved)
         else:
-            tables = self._shape.cut(blocks, Span(0, tokens))
-            ticket = self._hold(tables)
-            marks = prompt_marks(request, tokens)
-            whole = tokens + (request.request_id in self._cut)
-            self._orders.append(Publish(ticket, RequestId(request.request_id), transfer, tokens, tables, marks, whole))
-            self._published[transfer] = None
-            while len(self._published) > REMEMBERED:
-                del self._published[next(iter(self._published))]
+            self._publish(request, transfer, blocks)
+
+    def _publish(self, request: "Request", transfer: TransferId, blocks: Sequence[Sequence[int]]) -> None:
+        tokens = request.num_prompt_tokens
+        tables = self._shape.cut(blocks, Span(0, tokens))
+        ticket = self._hold(tables)
+        whole = tokens + (request.request_id in self._cut)
+        self._leave_unannounced(transfer)
+        self._orders.append(partial(_publication, request, ticket, transfer, tables, whole))
+        self._published[transfer] = None
+        while len(self._published) > REMEMBERED:
+            del self._published[next(iter(self._published))]
 
     def _withdraw(self, transfer: TransferId, why: str) -> None:
         """Unless another request of that id has brought the cache, or still may."""
         if transfer not in self._published and transfer not in self._expected.values():
+            self._leave_unannounced(transfer)
             self._orders.append(Withdraw(transfer, why))
+
+    def _leave_unannounced(self, transfer: TransferId) -> None:
+        """What is known of it now says more than that it is expected."""
+        expect = Expect(transfer)
+        self._announced = [order for order in self._announced if order != expect]
+        self._orders = [order for order in self._orders if order != expect]
 
     def _hold(self, tables: Sequence[Table]) -> Ticket:
         ticket = Ticket(next(self._tickets))
@@ -291,3 +308,12 @@ class FerryScheduler:
             request.request_id,
             repr(request.kv_transfer_params)[:LOGGED],
         )
+
+
+def _publication(
+    request: "Request", ticket: Ticket, transfer: TransferId, tables: tuple[Table, ...], prompt_tokens: int
+) -> Publish:
+    """Of a request that has ended, so that nothing of it changes any more."""
+    tokens = request.num_prompt_tokens
+    marks = prompt_marks(request, tokens)
+    return Publish(ticket, RequestId(request.request_id), transfer, tokens, tables, marks, prompt_tokens)

@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 
 from kvferry.ids import EngineId, Incarnation, RequestId
 from kvferry.layout import BoundLayout, Parallel, bind_layout, decode_placement, encode_placement
-from kvferry.protocol import Fate, Ticket
+from kvferry.protocol import Fate
 from kvferry.runtime import ConsumerRuntime, Fetch, Local, ProducerRuntime, Publication, Ready
 from kvferry.runtime.upstream_caches import OwnCaches
 from kvferry.vllm.config import Config
@@ -87,6 +87,8 @@ class FerryWorker:
         self._tails: Tails | None = None
         self._producer: ProducerRuntime | None = None
         self._consumer: ConsumerRuntime | None = None
+        self._runtimes: tuple[ProducerRuntime | ConsumerRuntime, ...] = ()
+        """Those two that there are."""
         self._choose_fence = choose_fence
         self._fence: Fence = HostFence()
         self._before_step: Ready | None = None
@@ -132,10 +134,10 @@ class FerryWorker:
 
     def close(self) -> None:
         """Stop the runtimes; safe to call twice."""
-        for runtime in (self._producer, self._consumer):
-            if runtime is not None:
-                runtime.close()
+        for runtime in self._runtimes:
+            runtime.close()
         self._producer = self._consumer = None
+        self._runtimes = ()
 
     def _start(self, siblings: Siblings) -> None:
         if self._bound is None or self._parallel is None:
@@ -161,8 +163,10 @@ class FerryWorker:
         transfer = self._vllm_config.kv_transfer_config
         if transfer.is_kv_producer:
             self._producer = ProducerRuntime(local, options)
+            self._runtimes += (self._producer,)
         if transfer.is_kv_consumer:
             self._consumer = ConsumerRuntime(local, options)
+            self._runtimes += (self._consumer,)
         listening = self._producer.address if self._producer else None
         logger.info("%s", "\n".join(self._startup.lines(local, self._config, listening=listening)))
 
@@ -209,17 +213,13 @@ class FerryWorker:
 
     def take_quiet(self) -> FerryWorkerMetadata | None:
         """The tickets that went quiet, and producers that turned out to be of vLLM's own connector."""
-        quiet: Counter[Ticket] = Counter()
-        for runtime in (self._producer, self._consumer):
-            if runtime is not None:
-                quiet.update(runtime.take_quiet())
-        upstream = frozenset(self._consumer.take_upstream() if self._consumer is not None else ())
-        return FerryWorkerMetadata(quiet, upstream) if quiet or upstream else None
+        quiet = [ticket for runtime in self._runtimes for ticket in runtime.take_quiet()]
+        upstream = self._consumer.take_upstream() if self._consumer is not None else ()
+        return FerryWorkerMetadata(Counter(quiet), frozenset(upstream)) if quiet or upstream else None
 
     def take_statistics(self) -> FerryStats | None:
         """What this rank did since it was last asked; ``None`` for nothing."""
-        runtimes = [runtime for runtime in (self._producer, self._consumer) if runtime is not None]
-        return FerryStats.of_worker([runtime.take_interval() for runtime in runtimes])
+        return FerryStats.of_worker([runtime.take_interval() for runtime in self._runtimes])
 
     def _produce(self, order: Expect | Publish | Withdraw) -> None:
         producer = self._producer
