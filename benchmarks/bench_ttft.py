@@ -337,7 +337,7 @@ producer again.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--starts", type=int, default=10, help="two at the least")
+    parser.add_argument("--starts", type=int, default=20, help="two at the least")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="where logs and models stay; a temporary one by default")
