@@ -116,3 +116,62 @@ def test_a_fence_that_was_not_proven_can_be_tried_again() -> None:
         assert (engine.ended, receivers.now_of(LIFE)) == (["retire", "retire", "close"], None)
 
     run(work())
+
+
+def test_the_first_engine_is_made_while_its_producer_is_looked_for() -> None:
+    async def work() -> None:
+        made: list[Engine] = []
+        receivers, before = Receivers(lambda: made.append(Engine()) or made[-1], []), asyncio.all_tasks()
+        receivers.prepare()
+        receivers.prepare()
+        await asyncio.wait(asyncio.all_tasks() - before)
+        assert len(made) == 1
+        assert await receivers.of(LIFE, "writer") is made[0]
+        receivers.prepare()
+        other = Incarnation(EngineId("q"), "e1")
+        assert await receivers.of(other, "writer") is made[1]
+        await receivers.close()
+        assert [engine.ended for engine in made] == [["close"], ["close"]]
+
+    run(work())
+
+
+def test_an_engine_that_nobody_came_for_is_destroyed_too() -> None:
+    async def work() -> None:
+        made: list[Engine] = []
+        receivers = Receivers(lambda: made.append(Engine()) or made[-1], [])
+        receivers.prepare()
+        await receivers.close()
+        assert [engine.ended for engine in made] == [["close"]]
+
+    run(work())
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before it is asked for", "while it is waited for"])
+def test_an_engine_that_could_not_be_made_is_tried_again(is_late: bool) -> None:
+    async def work() -> None:
+        full = TransportError(TransportReason.UNAVAILABLE, "no port is free")
+        may_fail, failures, made = threading.Event(), [full], list[Engine]()
+
+        def make() -> Engine:
+            if failures:
+                assert may_fail.wait(10)
+                raise failures.pop()
+            made.append(Engine())
+            return made[-1]
+
+        receivers, before = Receivers(make, []), asyncio.all_tasks()
+        receivers.prepare()
+        if is_late:
+            waiting = asyncio.create_task(receivers.of(LIFE, "writer"))
+            await asyncio.sleep(0)
+            may_fail.set()
+            with pytest.raises(TransportError, match="no port"):
+                await waiting
+        else:
+            may_fail.set()
+            await asyncio.wait(asyncio.all_tasks() - before)
+        assert await receivers.of(LIFE, "writer") is made[0]
+        await receivers.close()
+
+    run(work())

@@ -4,10 +4,11 @@ A producer writes into this process through an engine that nobody else's writes 
 suspected, its engine alone is destroyed, which proves that nothing of its writes can land any more, and all others go
 on. Closing sockets or taking registrations back would prove nothing. Where a peer writes without an engine of ours
 (``cma``), only the end of the writer's process proves it, or the writer's own word. Making and destroying an engine
-blocks, so both run off the loop.
+blocks, so both run off the loop; and the first one is made while its producer is still looked for.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -35,14 +36,20 @@ class Receivers:
         self._writers: dict[Incarnation, set[str]] = {}
         """The producers' own engines that were let in, by producer."""
         self._locks: dict[Incarnation, asyncio.Lock] = {}
+        self._first: asyncio.Task[Transport] | None = None
+        """An engine for whoever comes first; no address of it has been told to anybody."""
+
+    def prepare(self) -> None:
+        """A producer is being looked for: unless there are engines already, begin to make one for it."""
+        if not self._engines and self._first is None:
+            self._first = asyncio.get_running_loop().create_task(asyncio.to_thread(self._fresh))
 
     async def of(self, producer: Incarnation, writer: str) -> Transport:
         """The engine through which this life of a producer writes; ``writer`` is the producer's own, let in here."""
         async with self._lock(producer):
             engine = self._engines.get(producer)
             if engine is None:
-                engine = await asyncio.to_thread(self._fresh)
-                self._engines[producer] = engine
+                engine = self._engines[producer] = await self._new()
             admitted = self._writers.setdefault(producer, set())
             if writer not in admitted:
                 await asyncio.to_thread(engine.admit, writer)
@@ -102,12 +109,25 @@ class Receivers:
 
     async def close(self) -> None:
         """Destroy all."""
+        if (first := self._take_first()) is not None:
+            with contextlib.suppress(TransportError):  # it could not be made
+                await asyncio.to_thread((await first).close)
         while self._engines:
             producer, engine = self._engines.popitem()
             try:
                 await asyncio.to_thread(engine.close)
             except TransportError as error:
                 logger.warning("the receive engine for %s is not proven closed: %s", producer, error)
+
+    async def _new(self) -> Transport:
+        first = self._take_first()
+        if first is None or (first.done() and first.exception() is not None):  # it may be possible now
+            return await asyncio.to_thread(self._fresh)
+        return await first
+
+    def _take_first(self) -> "asyncio.Task[Transport] | None":
+        first, self._first = self._first, None
+        return first
 
     def _fresh(self) -> Transport:
         engine = self._make()

@@ -87,6 +87,8 @@ class Resolver:
     async def resolve(self, action: Resolve) -> Resolved:
         """Find, plan, and be ready to receive; raises a ``FerryError`` that says why not."""
         means = self._means
+        if not means.courses.only_releases(action.transfer):
+            means.receivers.prepare()
         engine = await self._producers.find(action.source, still=means.is_connected)
         self._tell_kind(engine)
         if not means.courses.only_releases(action.transfer):
