@@ -5,6 +5,7 @@ the requests to the engines, which abort. Every answer, errors included, has the
 read.
 """
 
+import asyncio
 import logging
 import time
 import uuid
@@ -46,6 +47,7 @@ from kvferry.router.pieces import Piece, cut
 from kvferry.router.pool import Clock, E, Pool
 from kvferry.router.prefill import Call
 from kvferry.router.relay import Relay
+from kvferry.router.roll_call import call_roll
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +81,12 @@ class _Front:
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        """Owns the HTTP client."""
+        """Owns the HTTP client; sees who is there."""
         async with self._client:
+            roll_call = asyncio.create_task(call_roll(self._config, self._engines))
             yield
+            roll_call.cancel()
+            await asyncio.gather(roll_call, return_exceptions=True)
             await self._relay.drain()
 
     async def generate(self, request: Request) -> Response:
