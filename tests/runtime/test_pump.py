@@ -162,3 +162,18 @@ def test_a_peer_that_stays_silent_after_the_sleep_has_the_rest_of_its_time() -> 
     assert said == []
     loop.run_until(84.1)
     assert said == ["lost"]
+
+
+def test_what_happened_before_an_idle_hour_is_an_hour_ago() -> None:
+    loop, pump, said, _ = watched(4.0)
+    pump.feed("heard")
+    loop.run_until(55.0)
+    assert said == ["lost"]
+    then = pump.now()
+    loop.now += 3600.0
+    assert pump.now() - then == pytest.approx(3600.0)
+    pump.feed("heard")
+    loop.run_until(loop.now + 3.9)
+    assert said == ["lost"]
+    loop.run_until(loop.now + 0.2)
+    assert said == ["lost", "lost"]

@@ -28,3 +28,12 @@ def test_who_looks_as_often_as_is_asked_sees_the_plain_time() -> None:
         plain.now += LOOK_EVERY
         assert awake() == plain.now
     assert LOOK_EVERY < MOST_BETWEEN_LOOKS
+
+
+def test_time_in_which_nobody_waited_counts() -> None:
+    plain = HandMoved(100.0)
+    awake = AwakeClock(plain)
+    plain.now += 3600.0
+    assert awake.after_idling() == 3700.0
+    plain.now += 3600.0
+    assert awake() == 3700.0 + MOST_BETWEEN_LOOKS

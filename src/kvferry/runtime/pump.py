@@ -44,17 +44,22 @@ class Pump(Generic[_Event, _Action]):
         *,
         tick: _Event,
         loop: asyncio.AbstractEventLoop,
-        clock: Callable[[], float] | None = None,
+        clock: AwakeClock | None = None,
     ) -> None:
         self._machine = machine
         self._perform = perform
         self._tick = tick
         self._loop = loop
-        self.now = clock or AwakeClock()
-        """The clock of all deadlines of this machine."""
+        self._clock = clock or AwakeClock()
         self._queue: deque[_Event] = deque()
         self._running = False
         self._timer: asyncio.TimerHandle | None = None
+        self._waits = False
+        """The machine has a deadline."""
+
+    def now(self) -> float:
+        """The clock of all deadlines and of the story of this machine."""
+        return self._clock() if self._waits else self._clock.after_idling()
 
     def feed(self, event: _Event) -> None:
         """Hand an event to the machine and carry out what it asks for; on the loop's thread.
@@ -88,6 +93,7 @@ class Pump(Generic[_Event, _Action]):
 
     def _set_timer(self) -> None:
         due = self._machine.next_deadline
+        self._waits = due is not None
         if due is None:
             self.stop()
             return

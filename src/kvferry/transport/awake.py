@@ -6,6 +6,7 @@ read. So time that passes between two looks counts up to a bound only; whoever w
 than that. A peer that is silent while this process runs is noticed as early as ever.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -28,8 +29,15 @@ class AwakeClock:
 
     def __call__(self) -> float:
         """Now. It starts as the plain clock and falls behind it by what was slept through."""
+        return self._look(MOST_BETWEEN_LOOKS)
+
+    def after_idling(self) -> float:
+        """Now, where nobody has waited since the last look, and so nobody needed to look: all of the time counts."""
+        return self._look(math.inf)
+
+    def _look(self, most: float) -> float:
         with self._lock:
             now = self._clock()
-            self._awake += min(now - self._seen, MOST_BETWEEN_LOOKS)
+            self._awake += min(now - self._seen, most)
             self._seen = now
             return self._awake

@@ -87,8 +87,8 @@ class Config:
     """Most pulls that one producer rank has open; one more is answered with an error."""
 
     max_unknown_transfers: int = 4_096
-    """Most transfers that only peers have spoken of, and twice as many as of one rank of them; a pull for one more is
-    answered with an error."""
+    """Most transfers that only peers have spoken of, half of them of one consumer rank; a pull for one more is answered
+    with an error."""
 
     max_layouts: int = 4_096
     """Most layouts of peers' ranks that one rank remembers; one that was forgotten is asked for again."""
