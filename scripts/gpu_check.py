@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from operator import eq
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -145,22 +146,103 @@ def rows(*counts: int) -> Iterator[tuple[int, ...]]:
 
 
 def check_digest(place: Place) -> str:
-    """Digests of pages, by which transfers are verified, are made of CPU memory only; device memory is told apart."""
+    """Pages read and summed on the device have the digests of a copy on the host; a changed byte shows."""
     need("vllm")
-    from kvferry.layout import bind_layout
-    from kvferry.plan import BlockTable, TransferRequest
-    from kvferry.runtime.digest import page_digest
+    caches, layout = read_layout(place)
+    for cache in caches.values():
+        cache.copy_(torch().randn(cache.shape, device=place.device))
+    place.synchronize()
+    at_device, at_host = digests_of_both(caches, layout)
+    if at_device != at_host:
+        raise AssertionError(f"digests made on {place.device} are not those of a copy on the host")
+    cache = caches["model.layers.1.attn"]
+    cache[3, 1, 5, 3] = -cache[3, 1, 5, 3]
+    place.synchronize()
+    if digests_of_both(caches, layout)[0] != at_device:
+        raise AssertionError("a change in block 3, which was not asked for, shows")
+    cache[2, 1, 5, 3] = -cache[2, 1, 5, 3]
+    place.synchronize()
+    if any(map(eq, digests_of_both(caches, layout)[0], at_device)):
+        raise AssertionError("a change in block 2 does not show")
+    alone = "" if not place.on_gpu else f", {time_beside_work(place)}"
+    return f"{len(at_device)} kinds of digest equal to the host's, a changed byte shows; {time_sums(place)}{alone}"
 
-    _, layout = read_layout(place)
+
+def digests_of_both(caches: dict[str, Any], layout: Layout) -> tuple[list[object], list[object]]:
+    """Of blocks 1, 2 and 4, of bytes and of sums: made where the pages are, and from a copy of them on the host."""
+    from kvferry.layout import Binding, bind_layout
+    from kvferry.plan import BlockTable, TransferRequest, compile_plan
+    from kvferry.protocol import VerifyAsk
+    from kvferry.runtime.digest import page_digest
+    from kvferry.runtime.page_reading import HostPages, PageReader
+    from kvferry.runtime.verify import digests_of
+    from kvferry.runtime.verify_pages import Job
+    from kvferry.vllm.device_pages import DevicePages
+
     bound = bind_layout(layout)
-    tables = (BlockTable.of([1, 2], first_token=0),)
-    request = TransferRequest(0, 32, tables, tables)
-    found = page_digest(bound.placement, bound.placement, request, side="consumer", binding=bound.binding)
-    if place.on_gpu != (found is None):
-        raise AssertionError(f"memory of {place.device} has the digest {found}")
-    if found is None:
-        return "none, as it must be: option verify is refused here; this script compares device pages by host copies"
-    return f"{found.digest} of {found.pages} pages"
+    (base,) = bound.binding.bases
+    raw = torch().empty(0, dtype=torch().uint8, device=layout.regions[0].memory)
+    copy = raw.set_(next(iter(caches.values())).untyped_storage()).cpu().clone()
+    tables = (BlockTable.of([1, 2, 4], first_token=0),)
+    request = TransferRequest(0, 48, tables, tables)
+    plan = compile_plan([bound.placement], [bound.placement])
+
+    def of(reader: PageReader) -> list[object]:
+        asks = (VerifyAsk(every=1, seed=1), VerifyAsk(every=1, seed=1, sums=True))
+        made: list[object] = [
+            digests_of(Job(plan, (0, 0), request, ask), side="consumer", reader=reader) for ask in asks
+        ]
+        return [*made, page_digest(bound.placement, bound.placement, request, side="producer", reader=reader)]
+
+    moved = Binding((copy.data_ptr() + base - raw.data_ptr(),))
+    return of(DevicePages(caches.values(), bound.binding)), of(HostPages(moved))
+
+
+def sums_of(place: Place, pages: int) -> Callable[[], Any]:
+    """A call that makes the sums of so many pages of 64 KiB."""
+    import numpy as np
+
+    from kvferry.layout import Binding, bind_layout
+    from kvferry.runtime.page_reading import Rows
+    from kvferry.testing.layouts import page, worker
+    from kvferry.vllm.device_pages import DevicePages
+
+    tokens, nbytes = 16, 4096
+    memory = torch().zeros(pages * tokens * nbytes, dtype=torch().uint8, device=place.device)
+    part = page("l0", heads=(0, 1, 1), tokens=tokens, nbytes=nbytes, num_blocks=pages)
+    bound = bind_layout(worker([part]))
+    reader = DevicePages([memory], Binding((memory.data_ptr(),)))
+    block, row = (one.reshape(-1).astype(np.int64) for one in np.indices((pages, tokens)))
+    rows_read = Rows(block, np.zeros_like(block), row, block)
+    (placed,) = bound.placement.placed
+    return lambda: reader.sums(placed, rows_read, (slice(0, 1),))
+
+
+def time_sums(place: Place) -> str:
+    """How fast sums are made, the second time."""
+    pages = 4096 if place.on_gpu else 512
+    make = sums_of(place, pages)
+    make()
+    began = time.perf_counter()
+    make()
+    took = time.perf_counter() - began
+    return f"sums of {pages * 65536:,} bytes in {took * 1e3:.1f} ms ({pages * 65536 / took / 2**30:.1f} GiB/s)"
+
+
+def time_beside_work(place: Place) -> str:
+    """Making sums does not wait for what other streams of the device have to do."""
+    make = sums_of(place, 16)
+    make()
+    torch().cuda._sleep(int(2e9))
+    behind = torch().cuda.Event()
+    behind.record()
+    began = time.perf_counter()
+    make()
+    took = time.perf_counter() - began
+    if behind.query():
+        raise AssertionError(f"sums were made in {took * 1e3:.1f} ms, after the work of another stream")
+    place.synchronize()
+    return f"beside the work of another stream in {took * 1e3:.1f} ms"
 
 
 def check_fence(place: Place) -> str:
@@ -313,7 +395,7 @@ Step = tuple[str, Callable[[Place], str]]
 STEPS: tuple[Step, ...] = (
     ("device", check_device),
     ("layout of device tensors", check_layout),
-    ("digest of device pages", check_digest),
+    ("digests on the device", check_digest),
     ("event before the first byte", check_fence),
     ("device of the threads", check_threads),
     ("cma and device memory", check_cma),

@@ -6,14 +6,14 @@ machines, plans and engines; sockets and processes are tested elsewhere.
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
 import numpy as np
 
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
-from kvferry.layout import Layout, bind_layout, encode_placement
+from kvferry.layout import Binding, Layout, bind_layout, encode_placement
 from kvferry.protocol import (
     FEATURES,
     ConsumerLimits,
@@ -30,6 +30,7 @@ from kvferry.runtime import Fetch, Local, Publication, RuntimeOptions, Timing
 from kvferry.runtime.consumer import ConsumerCore
 from kvferry.runtime.journal import ConsumerJournal, ProducerJournal
 from kvferry.runtime.loop import LoopThread
+from kvferry.runtime.page_reading import HostPages, PageReader
 from kvferry.runtime.producer import ProducerCore
 from kvferry.runtime.producers import RemoteEngine, RemoteRank
 from kvferry.runtime.report import Report
@@ -152,8 +153,9 @@ def join(
     consumer_limits: ConsumerLimits | None = None,
     producer_limits: ProducerLimits | None = None,
     make_writer: Callable[[MemoryHub], Transport] | None = None,
+    read_device: Callable[[Binding], PageReader] | None = HostPages,
 ) -> Joined:
-    """Build both sides. Layouts have one region, at address 0."""
+    """Build both sides. Layouts have one region, at address 0; one "on a device" is memory of the CPU all the same."""
     thread, hub = LoopThread("loopback"), MemoryHub()
     source, target = [Memory.of(one) for one in producers], Memory.of(consumer)
     bound = [bind_layout(one.layout) for one in source]
@@ -164,6 +166,9 @@ def join(
     ]
     here = bind_layout(target.layout)
     local = Local(Incarnation(EngineId("d"), "e2"), models[1], 0, here.binding, (here.placement,), 1, 1)
+    if read_device is not None:
+        locals_ = [replace(one, device_pages=read_device(one.binding)) for one in locals_]
+        local = replace(local, device_pages=read_device(local.binding))
     timing = timing or Timing()
     sending = RuntimeOptions(
         host="loopback",

@@ -11,25 +11,30 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvferry.errors import ConfigError, ProtocolReason
-from kvferry.ids import TransferId
-from kvferry.layout import Binding, Group, Layout, Region, bind_layout
+from kvferry.ids import EngineId, Incarnation, TransferId
+from kvferry.layout import Group, Layout, Region, bind_layout
 from kvferry.plan import BlockTable, TransferRequest, compile_plan
 from kvferry.protocol import (
     ConsumerLimits,
     Fate,
     FetchEnded,
+    PullExtension,
     PullKey,
     ReplyExtension,
     Span,
     Table,
     VerifyAsk,
+    decode_inbound,
     decode_reply,
     encode,
 )
 from kvferry.runtime import verify, verify_pages
+from kvferry.runtime.page_reading import HostPages
 from kvferry.runtime.report import Side
+from kvferry.runtime.sides import Local
 from kvferry.runtime.tally import Interval
 from kvferry.runtime.verify import digests_of
 from kvferry.runtime.verify_hashing import DIGEST_BYTES, Digests
@@ -58,7 +63,7 @@ def pair(
     consumer: Layout | None = None,
     *,
     misdeed: Misdeed | None = None,
-    **more: str,
+    **more: Any,
 ) -> Iterator[Joined]:
     joined = join(
         producers or [hybrid()],
@@ -66,6 +71,7 @@ def pair(
         verify=more.get("verify", "full"),
         consumer_limits=more.get("consumer_limits"),
         misdeeds=Misdeeds(*([misdeed] if misdeed else [])),
+        read_device=more.get("read_device", HostPages),
     )
     for index, memory in enumerate(joined.source):
         memory.bytes[:] = np.random.default_rng(index + 1).integers(0, 256, memory.bytes.size, np.uint8)
@@ -196,11 +202,100 @@ def test_a_producer_that_cannot_is_still_told_of_a_release() -> None:
         assert joined.producers[0].quiet.get(timeout=5) == 1
 
 
-def test_memory_of_a_device_is_refused_at_the_start() -> None:
-    layout = hybrid()
+# ------------------------------------------------------------------------------------------------- pages on a device
+
+
+def on_device(layout: Layout) -> Layout:
     region = Region(layout.regions[0].address, layout.regions[0].nbytes, "cuda:0")
-    with pytest.raises(ConfigError, match="'full', but the cache of rank 0 is not in CPU memory"):
-        join([hybrid()], msgspec.structs.replace(layout, regions=(region,)), verify="full")
+    return msgspec.structs.replace(layout, regions=(region,))
+
+
+def asked(joined: Joined) -> list[VerifyAsk]:
+    """Of the producers, from now on."""
+    found: list[VerifyAsk] = []
+    deliver = joined.wire.pull
+
+    def seen(key: PullKey, address: str, data: bytes, *, number: int | None) -> None:
+        extension = decode_inbound(data).kvferry
+        assert isinstance(extension, PullExtension)
+        assert extension.verify is not None
+        found.append(extension.verify)
+        deliver(key, address, data, number=number)
+
+    joined.wire.pull = seen  # type: ignore[method-assign]
+    return found
+
+
+ENDS = {
+    "from host to device": ([hybrid()], on_device(hybrid())),
+    "from device to host": ([on_device(hybrid())], hybrid()),
+    "device at both ends": ([on_device(hybrid())], on_device(hybrid())),
+}
+
+
+@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize("wrong", [False, True])
+def test_pages_on_a_device_are_compared_by_their_sums(ends: str, wrong: bool) -> None:
+    with pair(*ENDS[ends], misdeed=Corrupt(nbytes=1) if wrong else None) as joined:
+        asks = asked(joined)
+        end, counted = run(joined)
+    assert {ask.sums for ask in asks} == {True}
+    assert end.outcome.reason is (ProtocolReason.VERIFY_MISMATCH if wrong else None)
+    assert wrong or counted.counts["verified_bytes"] == 2 * TOKENS * 2 * NBYTES + 4 * NBYTES
+
+
+def test_bytes_are_compared_where_all_is_in_memory_of_the_cpu() -> None:
+    with pair() as joined:
+        asks = asked(joined)
+        run(joined)
+    assert {ask.sums for ask in asks} == {False}
+
+
+def test_of_a_producer_that_knows_no_sums_the_bytes_are_compared() -> None:
+    with pair(*ENDS["from host to device"]) as joined:
+        joined.wire.features = tuple(one for one in joined.wire.features if one != "verify-sums")
+        asks = asked(joined)
+        end, _ = run(joined)
+    assert {ask.sums for ask in asks} == {False}
+    assert end.outcome.fate is Fate.DONE
+
+
+def test_memory_that_nobody_can_read_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="'full', but the cache of rank 0 lies on a device that nobody here reads"):
+        join([hybrid()], on_device(hybrid()), verify="full", read_device=None)
+
+
+def test_a_producer_whose_memory_nobody_can_read_says_so() -> None:
+    assert not {"verify", "verify-sums"} & set(verify.features_of(local_of(on_device(hybrid()))))
+    with pair(*ENDS["from device to host"], read_device=None) as joined:
+        end, _ = run(joined)
+        assert not joined.target.bytes.any()
+    assert end.outcome.reason is ProtocolReason.INCOMPATIBLE_PEER
+    assert "lie on a device that nobody here reads" in end.outcome.detail
+
+
+def local_of(layout: Layout) -> Local:
+    bound = bind_layout(Memory.of(layout).layout)
+    return Local(Incarnation(EngineId("p"), "e"), "m", 0, bound.binding, (bound.placement,), 1, 1)
+
+
+class BrokenPages(HostPages):
+    """A device that has no memory left for what reading takes."""
+
+    def rows(self, *_: Any) -> NDArray[np.uint8]:
+        raise MemoryError("out of device memory")
+
+
+@pytest.mark.parametrize("ends", ["from host to device", "from device to host"])
+def test_pages_that_cannot_be_read_fail_their_fetch_at_once(ends: str) -> None:
+    """Nobody waits for a peer that is alive: who could not read says so."""
+    with pair(*ENDS[ends], read_device=BrokenPages) as joined:
+        end, counted = run(joined)
+        assert joined.producers[0].quiet.get(timeout=5) == 1
+    assert end.outcome.reason in {ProtocolReason.DEVICE_FAILED, ProtocolReason.PEER_FAILED}
+    assert "cannot be read" in end.outcome.detail
+    assert "out of device memory" in end.outcome.detail
+    assert not counted.counts["verified_pages"]
 
 
 # ---------------------------------------------------------------------------------------- unequal ends, right and wrong
@@ -261,19 +356,19 @@ def test_a_comparison_that_takes_long_is_not_taken_for_silence(monkeypatch: pyte
     held = threading.Event()
     hash_pages = verify.hash_pages
 
-    def slow(listed: Sequence[verify_pages.Pages], side: Side, binding: Binding) -> Digests:
+    def slow(listed: Sequence[verify_pages.Pages], *, side: Side, **how: Any) -> Digests:
         if side == "consumer":
             held.wait(20)
-        return hash_pages(listed, side, binding)
+        return hash_pages(listed, side=side, **how)
 
     monkeypatch.setattr(verify, "hash_pages", slow)
-    limits = ConsumerLimits(silence=0.3)
+    limits = ConsumerLimits(silence=1.5)
     with pair(consumer_limits=limits) as joined:
         for index, producer in enumerate(joined.producers):
             joined.call(producer.publish, publication(index + 1, "t1", TOKENS, *P_TABLES))
         joined.call(joined.consumer.fetch, fetch(11, "t1", Span(0, TOKENS), *D_TABLES))
         with pytest.raises(queue.Empty):
-            joined.consumer.ended.get(timeout=1.0)
+            joined.consumer.ended.get(timeout=3.0)
         assert joined.consumer.quiet.empty()
         held.set()
         assert next_end(joined).outcome.fate is Fate.DONE
@@ -285,11 +380,11 @@ def test_pages_that_were_given_back_while_they_were_compared_are_not_called_wron
     entered, held, over = threading.Event(), threading.Event(), threading.Event()
     hash_pages = verify.hash_pages
 
-    def slow(listed: Sequence[verify_pages.Pages], side: Side, binding: Binding) -> Digests:
+    def slow(listed: Sequence[verify_pages.Pages], *, side: Side, **how: Any) -> Digests:
         if side == "consumer":
             entered.set()
             held.wait(20)
-        return hash_pages(listed, side, binding)
+        return hash_pages(listed, side=side, **how)
 
     monkeypatch.setattr(verify, "hash_pages", slow)
     with pair() as joined:
@@ -329,10 +424,10 @@ def split(digests: Digests) -> list[bytes]:
 def test_a_sample_is_a_part_of_the_whole_and_the_seed_moves_it() -> None:
     memory = Memory.of(hybrid())
     memory.bytes[:] = np.random.default_rng(1).integers(0, 256, memory.bytes.size, np.uint8)
-    binding = bind_layout(memory.layout).binding
+    reader = HostPages(bind_layout(memory.layout).binding)
 
     def of(every: int, seed: int) -> list[bytes]:
-        return split(digests_of(job_of(memory.layout, every, seed), side="consumer", binding=binding))
+        return split(digests_of(job_of(memory.layout, every, seed), side="consumer", reader=reader))
 
     whole = of(1, 7)
     assert len(set(whole)) == 2 * BLOCKS + 1
@@ -350,7 +445,7 @@ def test_several_threads_make_the_digests_of_one(threads: int, monkeypatch: pyte
     monkeypatch.setattr("kvferry.runtime.verify.HASHERS", threads)
     memory = Memory.of(hybrid())
     memory.bytes[:] = np.random.default_rng(1).integers(0, 256, memory.bytes.size, np.uint8)
-    where: dict[str, Any] = {"side": "consumer", "binding": bind_layout(memory.layout).binding}
+    where: dict[str, Any] = {"side": "consumer", "reader": HostPages(bind_layout(memory.layout).binding)}
     job = job_of(memory.layout, 1, 7)
 
     async def together() -> Digests:

@@ -29,7 +29,7 @@ def test_without_a_gpu_every_step_says_that_it_was_skipped_and_nothing_failed() 
     assert {said for _, said in steps.values()} == {"no GPU is visible to torch here; not run"}
     assert last.startswith(f"gpu check on no GPU: 0 ok, {len(steps)} skipped, 0 failed, took ")
     assert {"layout of device tensors", "event before the first byte", "device of the threads"} <= set(steps)
-    assert {"mooncake tcp", "mooncake rdma", "copy within the device"} <= set(steps)
+    assert {"digests on the device", "mooncake tcp", "mooncake rdma", "copy within the device"} <= set(steps)
 
 
 @pytest.mark.mooncake
@@ -40,5 +40,7 @@ def test_its_steps_work_on_memory_of_the_cpu() -> None:
     assert status == 0, steps
     assert steps["layout of device tensors"][0] == steps["mooncake tcp"][0] == "ok"
     assert "equal at both ends" in steps["mooncake tcp"][1]
+    assert steps["digests on the device"][0] == "ok"
+    assert "3 kinds of digest equal to the host's, a changed byte shows" in steps["digests on the device"][1]
     assert steps["device of the threads"] == ("skipped", "memory of the CPU has no current device; not run")
     assert last.startswith("gpu check on cpu: ")

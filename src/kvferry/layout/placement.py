@@ -91,6 +91,11 @@ class Placement:
         return tuple(p.component for p in self.placed)
 
     @cached_property
+    def on_host(self) -> bool:
+        """Whether all of it is memory of the CPU."""
+        return all(storage.memory == "cpu" for storage in self.storages)
+
+    @cached_property
     def overlays(self) -> tuple[tuple[int, ...], ...]:
         """Sets of two or more groups whose components' address ranges meet, transitively.
 

@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 VERSION: Final = (1, 0)
 """Ours. Another minor version is spoken to, another major one is refused by name."""
 
-FEATURES: Final = ("abort", "layouts", "release", "verify")
+FEATURES: Final = ("abort", "layouts", "release", "verify", "verify-sums")
 
 NULL_BLOCK: Final = 0
 """What an upstream block list holds where the engine keeps no block."""
@@ -92,6 +92,8 @@ class VerifyAsk(Struct, frozen=True, omit_defaults=True):
 
     every: Size
     seed: Whole
+    sums: bool = False
+    """Of the sums of rows instead of their bytes; only for a producer with the feature ``verify-sums``."""
 
 
 class PullExtension(Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="pull"):

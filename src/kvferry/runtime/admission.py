@@ -14,7 +14,6 @@ from kvferry.protocol import Pull, PulledRequest, PullExtension, Side, Span
 from kvferry.runtime.pairing import pulls_expected
 from kvferry.runtime.plans import Plans
 from kvferry.runtime.sides import Local
-from kvferry.runtime.verify import can_verify
 
 
 class LayoutMissError(RemoteProtocolError):
@@ -126,8 +125,8 @@ def _check_peer(extension: PullExtension, local: Local, transport: str) -> None:
             ProtocolReason.INCOMPATIBLE_PEER,
             f"the consumer receives over {extension.transport!r}, this producer sends over {transport!r}",
         )
-    if extension.verify is not None and not can_verify(local.placement):
+    if extension.verify is not None and local.pages is None:
         raise RemoteProtocolError(
             ProtocolReason.INCOMPATIBLE_PEER,
-            "the consumer wants digests of the pages, and this producer's are not in CPU memory",
+            "the consumer wants digests of the pages, and this producer's lie on a device that nobody here reads",
         )

@@ -1,8 +1,8 @@
 """The consumer's half of integrity on request: asks for digests in its pulls, and compares before a fetch may end.
 
 ``verify`` is the consumer's option; a producer that can answers whoever asks. A consumer that asks is never left
-without: a producer that cannot make digests (an older kvferry, vLLM's own connector, memory of a device) is refused
-when it is found, and an answer without them is a mismatch.
+without: a producer that cannot make digests (an older kvferry, vLLM's own connector) is refused when it is found, and
+an answer without them is a mismatch.
 
 A pull is checked when its producer names it as served: every byte of it is in place then, and nothing else writes into
 these cells. Only after that does the machine hear of the answer, so no request goes on before its pages are checked.
@@ -23,7 +23,7 @@ from kvferry.runtime.binding import block_tables
 from kvferry.runtime.producers import RemoteEngine
 from kvferry.runtime.pulling import Pulled
 from kvferry.runtime.sides import Local
-from kvferry.runtime.verify import FEATURE, SAMPLE_EVERY, Hashers, Wrong, can_verify, compare
+from kvferry.runtime.verify import FEATURE, SAMPLE_EVERY, Hashers, Wrong, compare, sums_wanted
 from kvferry.runtime.verify_pages import Job
 
 VerifyMode = Literal["off", "sample", "full"]
@@ -55,11 +55,11 @@ class Checker:
     def __init__(
         self, local: Local, mode: VerifyMode, *, seed: Callable[[], int] = lambda: secrets.randbits(63)
     ) -> None:
-        if mode != "off" and not can_verify(local.placement):
+        if mode != "off" and local.pages is None:
             raise ConfigError(
                 ConfigReason.INVALID_VALUE,
-                f"option verify is {mode!r}, but the cache of rank {local.index} is not in CPU memory, and pages are "
-                "compared by reading them there",
+                f"option verify is {mode!r}, but the cache of rank {local.index} lies on a device that nobody here "
+                "reads, and pages are compared by reading them",
             )
         self._local = local
         self._mode = mode
@@ -76,23 +76,26 @@ class Checker:
             raise RemoteProtocolError(
                 ProtocolReason.INCOMPATIBLE_PEER,
                 f"verify is {self._mode!r} here, and producer {engine.incarnation} cannot make digests of its pages: "
-                "it is an older kvferry, vLLM's own connector, or its cache is not in CPU memory",
+                "it is an older kvferry, or vLLM's own connector",
             )
 
-    def ask(self) -> VerifyAsk | None:
-        """What to ask of a producer rank in a new pull."""
+    def ask(self, plan: Plan, engine: RemoteEngine) -> VerifyAsk | None:
+        """What to ask of the ranks of a producer in new pulls."""
         if self._mode == "off":
             return None
-        return VerifyAsk(every=1 if self._mode == "full" else SAMPLE_EVERY, seed=self._seed())
+        every = 1 if self._mode == "full" else SAMPLE_EVERY
+        return VerifyAsk(every=every, seed=self._seed(), sums=sums_wanted(plan, engine.features))
 
     async def check(self, plan: Plan, rank: int, pulled: Pulled, reply: Reply) -> Verified | Wrong:
         """Compare what producer ``rank`` says that it sent with what is here."""
+        reader = self._local.pages
         assert pulled.verify is not None, "only pulls that asked are checked"  # noqa: S101
+        assert reader is not None, "who cannot read its pages does not ask"  # noqa: S101
         began = time.perf_counter()
         nothing = tuple(BlockTable.empty() for _ in plan.producers[rank].groups)
         request = TransferRequest(pulled.span.start, pulled.span.stop, nothing, block_tables(pulled.tables))
         job = Job(plan, (rank, self._local.index), request, pulled.verify)
-        here = await self._hashers.digests(job, side="consumer", binding=self._local.binding)
+        here = await self._hashers.digests(job, side="consumer", reader=reader)
         sent = reply.kvferry.digests if isinstance(reply.kvferry, ReplyExtension) else {}
         wrong = compare(job, here, sent.get(pulled.request, b""))
         return wrong or Verified(here.pages, here.nbytes, time.perf_counter() - began)

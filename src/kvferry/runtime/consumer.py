@@ -250,9 +250,13 @@ class ConsumerCore:
         work = self._thread.spawn(self._checker.check(course.plan, pull.rank, course.pulled, reply))
         while not (await asyncio.wait({work}, timeout=CHECK_PAUSE))[0]:
             self.feed(ReplyArrived(pull, still_busy(reply)))  # nothing more will be heard of the producer
-        found = work.result()
         if pull.rank not in course.open:
             return  # fenced meanwhile: its blocks may hold something else by now, and nobody waits for a verdict
+        if (fault := work.exception()) is not None:  # the loop has logged it
+            said = f"the pages that came cannot be read to be compared: {fault}"
+            self.feed(PullFailed(pull, ProtocolReason.DEVICE_FAILED, quiet=True, detail=said))
+            return
+        found = work.result()
         if isinstance(found, Verified):
             course.verified += found
             self.feed(ReplyArrived(pull, reply))
@@ -339,8 +343,8 @@ class ConsumerCore:
             said = "its receive engine was destroyed before the pull was sent"
             self.feed(PullFailed(action.key, ProtocolReason.PEER_LOST, quiet=True, detail=said))
             return
-        if course.ticket is not None and course.pulled.verify is None:
-            course.pulled = replace(course.pulled, verify=self._checker.ask())
+        if course.ticket is not None and course.pulled.verify is None and course.plan is not None:
+            course.pulled = replace(course.pulled, verify=self._checker.ask(course.plan, course.engine))
         pulled = _emptied(course.pulled) if action.release else course.pulled
         rank = action.key.rank
         if course.plan is None:

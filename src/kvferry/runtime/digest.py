@@ -7,23 +7,21 @@ shows, and not only a wrong copy.
 
 Positions are the needed ones of the layout specification: in ``[start, stop)``, inside the window or chunk, held by
 both ranks, in entries that the consumer lists; of a state, its one entry. Where a row holds several positions it is
-hashed once and whole. Only CPU memory can be read this way; for other memory there is no digest.
+hashed once and whole. How memory is read is the reader's (:mod:`kvferry.runtime.page_reading`).
 """
 
-import ctypes
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.layout import TOKEN, Axis, Binding, Component, ContextParallel, Group, Placed, Placement
+from kvferry.layout import Component, ContextParallel, Group, Placed, Placement
 from kvferry.plan import BlockTable, TransferRequest
+from kvferry.runtime.page_reading import Int64s, PageReader, Rows, token_axis
 from kvferry.runtime.report import Side
 
-_Int64s = NDArray[np.int64]
 _Bools = NDArray[np.bool_]
 
 _CHUNK_ROWS = 4096
@@ -40,27 +38,13 @@ class PageDigest:
     """Number of (component, table entry) that held a hashed position."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows of one component in one memory, in order of position."""
-
-    block: _Int64s
-    kernel_block: _Int64s
-    row: _Int64s
-    position: _Int64s
-    """Of the first hashed token of each row; of a state, the number of tokens that it is the state of."""
-
-
 def page_digest(
-    producer: Placement, consumer: Placement, request: TransferRequest, *, side: Side, binding: Binding
-) -> PageDigest | None:
+    producer: Placement, consumer: Placement, request: TransferRequest, *, side: Side, reader: PageReader
+) -> PageDigest:
     """Digest of what the request moves between two ranks, read from the memory of ``side``.
 
     A consumer that was not told the producer's tables passes empty ones; they are not used for its side.
     """
-    mine = producer if side == "producer" else consumer
-    if any(storage.memory != "cpu" for storage in mine.storages):
-        return None
     theirs = {placed.component.key: placed for placed in producer.placed}
     pages = 0
     total = hashlib.blake2b(digest_size=16)
@@ -75,7 +59,7 @@ def page_digest(
         sides = ((producer, peer.component), (consumer, placed.component))
         rows, entries = rows_of_pair(side, *sides, request)
         pages += entries
-        _hash_rows(total, source, rows=rows, coordinates=coordinates, binding=binding)
+        _hash_rows(total, source, rows=rows, coordinates=coordinates, reader=reader)
     return PageDigest(total.hexdigest(), pages)
 
 
@@ -125,7 +109,7 @@ def _state_block(table: BlockTable, group: Group, stop: int) -> int | None:
     return int(table.blocks[entry])
 
 
-def _needed(group: Group, request: TransferRequest) -> _Int64s:
+def _needed(group: Group, request: TransferRequest) -> Int64s:
     low = request.start
     if group.sliding_window is not None:
         low = max(low, request.stop - group.sliding_window)
@@ -134,28 +118,28 @@ def _needed(group: Group, request: TransferRequest) -> _Int64s:
     return np.arange(low, request.stop, dtype=np.int64)
 
 
-def _on_rank(positions: _Int64s, share: ContextParallel | None) -> _Bools:
+def _on_rank(positions: Int64s, share: ContextParallel | None) -> _Bools:
     if share is None:
         return np.ones(positions.shape, np.bool_)
     mine: _Bools = (positions // share.interleave) % share.size == share.rank
     return mine
 
 
-def _listed(positions: _Int64s, table: BlockTable, group: Group) -> _Bools:
+def _listed(positions: Int64s, table: BlockTable, group: Group) -> _Bools:
     entries = (positions - (table.first_token or 0)) // group.entry_tokens
     inside = (entries >= 0) & (entries < table.entries)
     inside[inside] = table.held[entries[inside]]
     return inside
 
 
-def _locate(component: Component, group: Group, *, table: BlockTable, positions: _Int64s) -> tuple[Rows, int]:
+def _locate(component: Component, group: Group, *, table: BlockTable, positions: Int64s) -> tuple[Rows, int]:
     """Where ``component`` keeps ``positions``: each row once, in order of its first position."""
     from_first = positions - (table.first_token or 0)
     entry, inside = np.divmod(from_first, group.entry_tokens)
     if group.share is not None:
         deal = group.share.interleave
         inside = inside // (deal * group.share.size) * deal + inside % deal
-    token = _token_axis(component)
+    token = token_axis(component)
     row = inside // component.row_tokens
     first = np.ones(row.shape, np.bool_)
     first[1:] = (row[1:] != row[:-1]) | (entry[1:] != entry[:-1])
@@ -170,28 +154,11 @@ def _hash_rows(
     *,
     rows: Rows,
     coordinates: Mapping[str, tuple[int, int]],
-    binding: Binding,
+    reader: PageReader,
 ) -> None:
     component = placed.component
     header = [*component.key, component.content.type, rows.block.size, sorted(coordinates.items())]
     total.update(repr(header).encode())
-    cells = cells_of(component, binding.bases[placed.storage] + component.address)
-    inner = tuple(slice(c[0] - a.start, c[1] - a.start) for a in component.global_axes for c in [coordinates[a.name]])
-    for begin in range(0, rows.block.size, _CHUNK_ROWS):
-        chunk = slice(begin, begin + _CHUNK_ROWS)
-        found = cells[(rows.block[chunk], rows.kernel_block[chunk], rows.row[chunk])]
-        total.update(np.ascontiguousarray(found[(slice(None), *inner)]).data)
-
-
-def cells_of(component: Component, address: int) -> NDArray[np.uint8]:
-    """The component as an array ``[block, kernel block, row, *global axes by name, content byte]`` over its memory."""
-    axes = (_token_axis(component), *component.global_axes)
-    shape = (component.num_blocks, component.pages, *(a.count for a in axes), component.content.nbytes)
-    strides = (component.block_stride, component.page_stride, *(a.stride for a in axes), 1)
-    memory: Any = (ctypes.c_uint8 * (component.stop - component.address)).from_address(address)
-    return np.ndarray(shape, np.uint8, buffer=memory, strides=strides)
-
-
-def _token_axis(component: Component) -> Axis:
-    """The axis of rows; a state is one row."""
-    return component.token_axis or Axis(TOKEN, 0, 1, 1, 1)
+    box = tuple(slice(c[0] - a.start, c[1] - a.start) for a in component.global_axes for c in [coordinates[a.name]])
+    for begin in range(0, rows.count, _CHUNK_ROWS):
+        total.update(reader.rows(placed, rows.at(slice(begin, begin + _CHUNK_ROWS)), box).data)

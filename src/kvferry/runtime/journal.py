@@ -119,7 +119,10 @@ class ProducerJournal:
 
     def _digest(self, sent: Sent) -> PageDigest | None:
         consumer = sent.admitted.plan.consumers[sent.admitted.consumer]
-        return page_digest(self._local.placement, consumer, sent.request, side="producer", binding=self._local.binding)
+        reader = self._local.pages
+        if reader is None:
+            return None
+        return page_digest(self._local.placement, consumer, sent.request, side="producer", reader=reader)
 
     def _line(self, admitted: Admitted, transfer: TransferId, span: Span) -> Line:
         return Line(
@@ -232,12 +235,14 @@ class ConsumerJournal:
         )
 
     def _digest(self, fetched: Fetched, placement: Placement) -> PageDigest | None:
+        reader = self._local.pages
+        if reader is None:
+            return None
         # Only the producer's shapes are used on this side, not its tables.
         nothing = tuple(BlockTable.empty() for _ in placement.groups)
         tables = block_tables(fetched.tables)
         request = TransferRequest(fetched.span.start, fetched.span.stop, nothing, tables)
-        here = self._local
-        return page_digest(placement, here.placement, request, side="consumer", binding=here.binding)
+        return page_digest(placement, self._local.placement, request, side="consumer", reader=reader)
 
     def _blank(self, transfer: TransferId, request: RequestId, *, peer: str, rank: int, span: Span) -> Line:
         return Line(

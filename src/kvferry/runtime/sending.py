@@ -250,10 +250,11 @@ class Sender:
         """Begin to make the digests that the consumer asked for."""
         extension = order.admitted.extension
         ask = extension.verify if extension is not None else None
-        if ask is None:
+        reader = self._local.pages
+        if ask is None or reader is None:
             return None
         job = Job(order.admitted.plan, (order.admitted.producer, order.admitted.consumer), order.request, ask)
-        return self._thread.spawn(self._hashers.digests(job, side="producer", binding=self._local.binding))
+        return self._thread.spawn(self._hashers.digests(job, side="producer", reader=reader))
 
     def _landed(self, order: _Order) -> None:
         """Every byte has arrived; the write is over when its digests are there too."""
@@ -264,7 +265,12 @@ class Sender:
             self._thread.spawn(self._hashed(order, hashing))
 
     async def _hashed(self, order: _Order, hashing: "asyncio.Task[Digests]") -> None:
-        self._finished(order, None, digests=await hashing)
+        await asyncio.wait({hashing})
+        if (fault := hashing.exception()) is not None:  # the loop has logged it
+            said = f"every byte has arrived, but the pages cannot be read to make digests of them: {fault}"
+            self._failed(order, ProtocolReason.DEVICE_FAILED, said, quiet=True)
+        else:
+            self._finished(order, None, digests=hashing.result())
 
     def _failed(self, order: _Order, reason: ProtocolReason, said: str, *, quiet: bool, landing: bool = False) -> None:
         self._finished(order, f"{reason.value}: {said}", tell=False)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvferry.ids import Incarnation
 from kvferry.layout import Binding, Placement, Region, regions_of
 from kvferry.protocol import Side
+from kvferry.runtime.page_reading import HostPages, PageReader
 from kvferry.runtime.upstream_caches import OwnCaches
 
 
@@ -38,11 +39,18 @@ class Local:
     pp_size: int
     caches: OwnCaches | None = None
     """The same memory in the terms of vLLM's own connector; ``None``: unknown, so that no such peer is served."""
+    device_pages: PageReader | None = None
+    """Reads pages on a device; ``None``: nobody here can."""
 
     @property
     def placement(self) -> Placement:
         """Of this rank."""
         return self.placements[self.index]
+
+    @property
+    def pages(self) -> PageReader | None:
+        """Reads the pages of this rank; ``None`` where they lie on a device and nobody can."""
+        return HostPages(self.binding) if self.placement.on_host else self.device_pages
 
     @property
     def regions(self) -> tuple[Region, ...]:

@@ -2,19 +2,21 @@
 
 Each end finds the pages by its own layout and tables (:mod:`kvferry.runtime.verify_pages`) and hashes what its own
 memory holds of them (:mod:`kvferry.runtime.verify_hashing`). The producer's digests travel in its reply, and here the
-consumer compares: a wrong plan is found as well as a wrong copy, and the first wrong page is named. Both ends read CPU
-memory only (:func:`can_verify`).
+consumer compares: a wrong plan is found as well as a wrong copy, and the first wrong page is named. Where one of the
+two has its pages on a device, digests are of the rows' sums, which a device makes itself (:func:`sums_wanted`).
 """
 
 import asyncio
 import functools
 import os
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from kvferry.layout import Binding, Placement
+from kvferry.plan import Plan
 from kvferry.protocol import FEATURES
+from kvferry.runtime.page_reading import PageReader
 from kvferry.runtime.report import Side
 from kvferry.runtime.sides import Local
 from kvferry.runtime.verify_hashing import DIGEST_BYTES, Digests, hash_pages, joined
@@ -22,6 +24,9 @@ from kvferry.runtime.verify_pages import Job, pages_of
 
 FEATURE: Final = "verify"
 """Of a producer that makes digests when asked."""
+
+SUMS_FEATURE: Final = "verify-sums"
+"""Of one that makes them of rows' sums too."""
 
 SAMPLE_EVERY: Final = 16
 """Of a sample, one page in so many is looked at."""
@@ -65,14 +70,19 @@ class Wrong:
         )
 
 
-def can_verify(placement: Placement) -> bool:
-    """Whether this rank can read its pages."""
-    return all(storage.memory == "cpu" for storage in placement.storages)
-
-
 def features_of(local: Local) -> tuple[str, ...]:
     """What this worker can do, as it tells its peers."""
-    return tuple(one for one in FEATURES if one != FEATURE or can_verify(local.placement))
+    lacking = set() if local.pages is not None else {FEATURE, SUMS_FEATURE}
+    return tuple(one for one in FEATURES if one not in lacking)
+
+
+def sums_wanted(plan: Plan, features: Collection[str]) -> bool:
+    """Whether digests are to be of rows' sums: pages of some rank lie on a device, and the producer knows sums.
+
+    Of one that does not know them, the bytes are compared, and copied out of the device for it.
+    """
+    on_device = any(not one.on_host for one in (*plan.producers, *plan.consumers))
+    return on_device and SUMS_FEATURE in features
 
 
 class Hashers:
@@ -81,23 +91,24 @@ class Hashers:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(HASHERS, thread_name_prefix="kvferry-verify")
 
-    async def digests(self, job: Job, *, side: Side, binding: Binding) -> Digests:
+    async def digests(self, job: Job, *, side: Side, reader: PageReader) -> Digests:
         """As :func:`digests_of`, by all the threads together."""
         run = functools.partial(asyncio.get_running_loop().run_in_executor, self._pool)
         pages = await run(pages_of, job, side)
         shares = [
             pages[round(n * len(pages) / HASHERS) : round((n + 1) * len(pages) / HASHERS)] for n in range(HASHERS)
         ]
-        return joined(await asyncio.gather(*(run(hash_pages, share, side, binding) for share in shares if share)))
+        hashed = functools.partial(hash_pages, side=side, reader=reader, sums=job.ask.sums)
+        return joined(await asyncio.gather(*(run(hashed, share) for share in shares if share)))
 
     async def close(self) -> None:
         """Begin no more, and wait for what is under way: memory may be unmapped after this."""
         await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
 
 
-def digests_of(job: Job, *, side: Side, binding: Binding) -> Digests:
+def digests_of(job: Job, *, side: Side, reader: PageReader) -> Digests:
     """Hash what ``side`` holds of the pages of a pull."""
-    return hash_pages(pages_of(job, side), side, binding)
+    return hash_pages(pages_of(job, side), side, reader, sums=job.ask.sums)
 
 
 def compare(job: Job, here: Digests, there: bytes) -> Wrong | None:

@@ -1,26 +1,27 @@
 """Hashing pages in the memory of one end: SHA-256, cut to 16 bytes, over what a page is and what it holds.
 
-    layer, component, content type, coordinates | first and last position, number of rows | bytes in canonical order
+    layer, component, content type, coordinates | first and last position, number of rows | rows in canonical order
 
 So a right copy of the wrong page is found too. Bytes between the parts that move (padding, other ranks' heads,
-positions that were not asked for) are not looked at. Rows are gathered by NumPy, some thousands at a time; gathering
-and hashing both run without Python's lock.
+positions that were not asked for) are not looked at. Of a row go in its bytes or, where one end has its pages on a
+device, its sums; how either is read is the reader's (:mod:`kvferry.runtime.page_reading`). Rows are read some
+thousands at a time; reading and hashing both run without Python's lock.
 """
 
 import hashlib
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvferry.layout import Binding, Placed
+from kvferry.layout import Placed
 from kvferry.plan.assign import Move
-from kvferry.runtime.digest import cells_of
+from kvferry.runtime.page_reading import Box, Int64s, PageReader
 from kvferry.runtime.report import Side
-from kvferry.runtime.verify_pages import Cell, Int64s, Pages, coordinates_of
+from kvferry.runtime.verify_pages import Cell, Pages, coordinates_of
 
 DIGEST_BYTES: Final = 16
 
@@ -38,14 +39,13 @@ class Digests:
     nbytes: int
 
 
-def hash_pages(listed: Sequence[Pages], side: Side, binding: Binding) -> Digests:
-    """The digests of some cells' pages, in order."""
+def hash_pages(listed: Sequence[Pages], side: Side, reader: PageReader, *, sums: bool) -> Digests:
+    """The digests of some cells' pages, in order; of their rows' ``sums`` or of their bytes."""
     found: list[bytes] = []
     nbytes = 0
     for pages in listed:
-        for digest, size in _hashed(pages, side, binding):
-            found.append(digest)
-            nbytes += size
+        found += _hashed(pages, side, reader, sums=sums)
+        nbytes += pages.rows.count * _row_bytes(pages.cell)
     return Digests(b"".join(found), sum(pages.covered for pages in listed), nbytes)
 
 
@@ -55,43 +55,43 @@ def joined(parts: Sequence[Digests]) -> Digests:
     return Digests(b"".join(part.data for part in parts), pages, nbytes)
 
 
-def _hashed(pages: Pages, side: Side, binding: Binding) -> Iterator[tuple[bytes, int]]:
-    """The digest of every page, with how many bytes of cache it is of."""
+def _hashed(pages: Pages, side: Side, reader: PageReader, *, sums: bool) -> Iterator[bytes]:
+    """The digest of every page."""
     cell = pages.cell
     placed = cell.source if side == "producer" else cell.target
-    named = hashlib.sha256(_name(cell))
-    memory = _box_of(placed, cell.move, binding)
+    box = _box_of(placed, cell.move)
+    read = reader.sums if sums else reader.rows
+    named = hashlib.sha256(_name(cell, sums=sums))
     position = pages.rows.position
     for begin, end in _chunks(pages.cuts):
-        low, high = int(pages.cuts[begin]), int(pages.cuts[end])
-        chunk = slice(low, high)
-        found = memory[(pages.rows.block[chunk], pages.rows.kernel_block[chunk], pages.rows.row[chunk])]
-        flat = np.ascontiguousarray(found).reshape(-1)
-        width = flat.size // (high - low)
+        low = int(pages.cuts[begin])
+        found = read(placed, pages.rows.at(slice(low, int(pages.cuts[end]))), box)
         for page in range(begin, end):
             first, stop = int(pages.cuts[page]), int(pages.cuts[page + 1])
             digest = named.copy()
             digest.update(struct.pack("<qqq", position[first], position[stop - 1], stop - first))
-            part = flat[(first - low) * width : (stop - low) * width]
-            digest.update(part.data)
-            yield digest.digest()[:DIGEST_BYTES], part.size
+            digest.update(found[first - low : stop - low].data)
+            yield digest.digest()[:DIGEST_BYTES]
 
 
-def _name(cell: Cell) -> bytes:
+def _name(cell: Cell, *, sums: bool) -> bytes:
     component = cell.target.component
     axes = [axis.name for axis in component.global_axes]
-    return repr(("kvferry.page/1", *component.key, component.content.type, axes, coordinates_of(cell))).encode()
+    kind = "kvferry.page-sums/1" if sums else "kvferry.page/1"
+    return repr((kind, *component.key, component.content.type, axes, coordinates_of(cell))).encode()
 
 
-def _box_of(placed: Placed, move: Move, binding: Binding) -> NDArray[np.uint8]:
-    """The memory of a cell as ``[block, kernel block, row, *coordinates of the box, content byte]``."""
-    component = placed.component
-    cells = cells_of(component, binding.bases[placed.storage] + component.address)
-    inner = tuple(
+def _row_bytes(cell: Cell) -> int:
+    """Bytes of cache in one row of a cell."""
+    return cell.target.component.content.nbytes * math.prod(stop - start for start, stop in coordinates_of(cell))
+
+
+def _box_of(placed: Placed, move: Move) -> Box:
+    """What of a row a cell is."""
+    return tuple(
         slice(interval.start - axis.start, interval.stop - axis.start)
-        for axis, interval in zip(component.global_axes, move.box, strict=True)
+        for axis, interval in zip(placed.component.global_axes, move.box, strict=True)
     )
-    return cells[(slice(None), slice(None), slice(None), *inner)]
 
 
 def _chunks(cuts: Int64s) -> Iterator[tuple[int, int]]:

@@ -18,19 +18,17 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvferry.layout import Component, Placed
 from kvferry.plan import Plan, TransferRequest
 from kvferry.plan.assign import Move
 from kvferry.protocol import VerifyAsk
-from kvferry.runtime.digest import Rows, rows_of_pair
+from kvferry.runtime.digest import rows_of_pair
+from kvferry.runtime.page_reading import Int64s, Rows, mixed
 from kvferry.runtime.report import Side
 
 MAX_DIGESTS: Final = 65_536
 """Of one pull; 1 MiB in its reply."""
-
-Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +138,9 @@ def _chosen(count: int, cell: Cell, ask: VerifyAsk) -> Int64s:
         return np.arange(count, dtype=np.int64)
     name = repr((cell.target.component.key, coordinates_of(cell))).encode()
     salt = int.from_bytes(hashlib.sha256(struct.pack("<Q", ask.seed) + name).digest()[:8], "little")
-    scores = _mixed(np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(salt))
+    scores = mixed(np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(salt))
     wanted = -(-count // ask.every)
     return np.sort(np.argsort(scores, kind="stable")[:wanted]).astype(np.int64)
-
-
-def _mixed(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64: equal on every machine and in every version of NumPy."""
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
 
 
 def _only(cell: Cell, rows: Rows, *, entries: Int64s, starts: Int64s, chosen: Int64s) -> Pages:
@@ -161,8 +152,7 @@ def _only(cell: Cell, rows: Rows, *, entries: Int64s, starts: Int64s, chosen: In
         picked = np.arange(entries.size)
     else:
         picked = np.repeat(starts[chosen] - cuts[:-1], sizes) + np.arange(cuts[-1])
-    taken = Rows(rows.block[picked], rows.kernel_block[picked], rows.row[picked], rows.position[picked])
-    return Pages(cell, taken, cuts, _distinct(entries[picked]))
+    return Pages(cell, rows.at(picked), cuts, _distinct(entries[picked]))
 
 
 def _distinct(ordered: Int64s) -> int:

@@ -21,7 +21,8 @@ from kvferry.plan import BlockTable, TransferRequest
 from kvferry.protocol import Span, Table
 from kvferry.protocol.upstream import paired_ranks, paired_stages
 from kvferry.runtime.binding import block_tables
-from kvferry.runtime.digest import cells_of, page_digest, rows_of_pair
+from kvferry.runtime.digest import page_digest, rows_of_pair
+from kvferry.runtime.page_reading import HostPages, cells_of
 from kvferry.runtime.report import Line, Report
 from kvferry.testing.transfer_report import layouts_beside
 from kvferry.vllm.layout_file import worker_number
@@ -134,9 +135,9 @@ class LandedPages:
             if self._flip:
                 _flip_a_byte(producer, self._bound, request)
             here = self._bound
-            digest = page_digest(producer, here.placement, request, side="consumer", binding=here.binding)
-            if digest is None or digest.pages:  # of another stage's layers nothing comes
-                told = {"digest": digest.digest, "pages": digest.pages} if digest else {}
+            digest = page_digest(producer, here.placement, request, side="consumer", reader=HostPages(here.binding))
+            if digest.pages:  # of another stage's layers nothing comes
+                told = {"digest": digest.digest, "pages": digest.pages}
                 yield self._line(landing, rank).with_end(status="done", transport="mooncake", **told)
 
     def _line(self, landing: Landing, rank: int) -> Line:

@@ -124,8 +124,8 @@ class Config:
 
     verify: Literal["off", "sample", "full"] = "off"
     """Of a consumer: compare digests of the pages that came with the producer's before a request goes on; `sample`
-    takes about one page in 16, and at least one of each layer. A mismatch is a failed load. Needs caches in CPU memory
-    at both ends; a producer that cannot take part is refused."""
+    takes about one page in 16, and at least one of each layer. A mismatch is a failed load. A
+    producer that cannot take part is refused."""
 
     transfer_report: str | None = None
     """File to which one JSON line per transfer and side is added, with a digest of the moved pages. For tests: it

@@ -22,9 +22,11 @@ from kvferry.ids import EngineId, Incarnation, RequestId
 from kvferry.layout import BoundLayout, Parallel, bind_layout, decode_placement, encode_placement
 from kvferry.protocol import Fate
 from kvferry.runtime import ConsumerRuntime, Fetch, Local, ProducerRuntime, Publication, Ready
+from kvferry.runtime.page_reading import PageReader
 from kvferry.runtime.upstream_caches import OwnCaches
 from kvferry.vllm.config import Config
 from kvferry.vllm.cpus import with_cpus
+from kvferry.vllm.device_pages import device_pages_of
 from kvferry.vllm.endpoint import check_memory, read_deployment, read_options
 from kvferry.vllm.fence import Fence, HostFence, fence_of
 from kvferry.vllm.layout_file import write_layout
@@ -84,6 +86,7 @@ class FerryWorker:
         self._bound: BoundLayout | None = None
         self._parallel: Parallel | None = None
         self._caches: OwnCaches | None = None
+        self._device_pages: PageReader | None = None
         self._tails: Tails | None = None
         self._producer: ProducerRuntime | None = None
         self._consumer: ConsumerRuntime | None = None
@@ -115,6 +118,7 @@ class FerryWorker:
         self._caches = own_caches(
             kv_caches, self._kv_cache_config, vllm_config=self._vllm_config, declared=self._config.declared_peer
         )
+        self._device_pages = device_pages_of(kv_caches, self._bound)
         shape = read_cache_shape(self._kv_cache_config, self._vllm_config)
         self._tails = tails_of(kv_caches, self._kv_cache_config, shape)
         self._fence = self._choose_fence(region.memory for region in layout.regions)
@@ -152,6 +156,7 @@ class FerryWorker:
             tp_size=parallel.tp_size,
             pp_size=parallel.pp_size,
             caches=self._caches,
+            device_pages=self._device_pages,
         )
         options = read_options(
             self._vllm_config,

@@ -17,8 +17,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from kvferry.layout import encode_layout
-from kvferry.vllm.layouts.extract import layout_of_worker, parallel_of_this_process
+from kvferry.layout import BoundLayout, bind_layout, encode_layout
+from kvferry.runtime.page_reading import CellShape, HostPages, Rows
+from kvferry.vllm.device_pages import DevicePages
+from kvferry.vllm.layouts.extract import layout_of_worker, parallel_of_this_process, tensors_of
 
 
 class Probe(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -49,6 +51,8 @@ class Probe(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         memory = torch.empty(0, dtype=torch.uint8).set_(storage)
         rank = layout.parallel.tp_rank
         (self._folder / f"layout-{rank}.json").write_bytes(encode_layout(layout))
+        compared = compare_readers(kv_caches, bind_layout(layout))
+        (self._folder / f"rows-{rank}.txt").write_text(str(compared))
         memory.numpy().tofile(self._folder / f"memory-{rank}.bin")
         np.savez(self._folder / f"written-{rank}.npz", **written)
 
@@ -70,6 +74,24 @@ class Probe(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         return False, None
+
+
+def compare_readers(kv_caches: dict[str, Any], bound: BoundLayout) -> int:
+    """Read every row of some blocks by NumPy and by torch; how many rows were equal, which is all or an error."""
+    host = HostPages(bound.binding)
+    device = DevicePages((one for cache in kv_caches.values() for one in tensors_of(cache)), bound.binding)
+    compared = 0
+    for placed in bound.placement.placed:
+        blocks, pages, tokens = CellShape.of(placed.component).shape[:3]
+        places = np.indices((min(blocks, 12), pages, tokens)).reshape(3, -1).astype(np.int64)
+        rows = Rows(*places, np.zeros_like(places[0]))
+        box = tuple(slice(0, axis.count) for axis in placed.component.global_axes)
+        if not np.array_equal(device.rows(placed, rows, box), host.rows(placed, rows, box)):
+            raise AssertionError(f"torch reads other rows of {placed.component.key}")
+        if not np.array_equal(device.sums(placed, rows, box), host.sums(placed, rows, box)):
+            raise AssertionError(f"torch makes other sums of {placed.component.key}")
+        compared += rows.count
+    return compared
 
 
 def write_tokens(layer: Any, blocks: list[int], block_tokens: int) -> dict[str, torch.Tensor]:

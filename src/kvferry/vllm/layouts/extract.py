@@ -55,7 +55,7 @@ def layout_of_worker(
         for name, spec in group.layers:
             if name in owners:
                 components += reader.components(_Layer(name, spec, number), kv_caches[name])
-    tensors = [tensor for name in owners for tensor in _tensors(kv_caches[name])]
+    tensors = [tensor for name in owners for tensor in tensors_of(kv_caches[name])]
     layout = Layout(engine_id, parallel, _regions(tensors), tuple(g.group for g in groups), tuple(components))
     check_layout(layout)
     return layout
@@ -98,10 +98,11 @@ def _check_leftovers(kv_caches: Caches, kv_cache_config: "KVCacheConfig") -> Non
 
 
 def _identity(cache: Any) -> tuple[Any, ...]:
-    return tuple((t.data_ptr(), tuple(t.shape), tuple(t.stride()), str(t.dtype)) for t in _tensors(cache))
+    return tuple((t.data_ptr(), tuple(t.shape), tuple(t.stride()), str(t.dtype)) for t in tensors_of(cache))
 
 
-def _tensors(cache: Any) -> tuple[Any, ...]:
+def tensors_of(cache: Any) -> tuple[Any, ...]:
+    """Of one entry of what vLLM registers."""
     return tuple(cache) if isinstance(cache, list | tuple) else (cache,)
 
 
@@ -180,7 +181,7 @@ class _Reader:
     def _read(self, layer: _Layer, cache: Any) -> tuple[Component, ...]:
         if isinstance(layer.spec, MambaSpec):
             return tuple(self._state(layer, cache))
-        tensors = _tensors(cache)
+        tensors = tensors_of(cache)
         if len(tensors) != 1:
             raise _refused(layer.name, f"an attention cache of {len(tensors)} tensors is not known here")
         if isinstance(layer.spec, CircularBufferSpec):
@@ -242,7 +243,7 @@ class _Reader:
         yield _component(layer, Part("ring", 0, (axis,), Content(nbytes, kind)), address=view.address, paging=paging)
 
     def _state(self, layer: _Layer, cache: Any) -> Iterator[Component]:
-        tensors, spec = _tensors(cache), self.model.state(layer.name, layer.spec)
+        tensors, spec = tensors_of(cache), self.model.state(layer.name, layer.spec)
         if len(tensors) != 1:
             raise _refused(layer.name, f"a state of {len(tensors)} tensors instead of one raw page is not known here")
         view, live = view_of(tensors[0]), sum(state.nbytes for state in spec.states)
