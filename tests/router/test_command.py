@@ -51,6 +51,24 @@ def test_the_command_serves_until_it_is_told_to_stop(peers):
     assert decode.received[0].body["kv_transfer_params"]["remote_engine_id"] == "P"
 
 
+def test_a_bootstrap_service_may_take_as_long_as_an_engine_may(peers):
+    """What listens is slow to answer on a machine with too much to do, its bootstrap service as any other."""
+    prefill, decode, bootstrap = peers
+    bootstrap.pause = 2.5
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    arguments = ["--prefill", f"{prefill.url},{bootstrap.port}", "--decode", decode.url, "--port", str(port)]
+    arguments += ["--connect-timeout", "20"]
+    with subprocess.Popen([sys.executable, "-c", COMMAND, *arguments], stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_until(lambda: is_up(url), what="the router listens")
+            answer = httpx.post(url + "/v1/completions", json={"prompt": "a"}, trust_env=False, timeout=30)
+        finally:
+            process.send_signal(signal.SIGTERM)
+    assert answer.status_code == 200
+    assert decode.received[0].body["kv_transfer_params"]["remote_engine_id"] == "P"
+
+
 def run_for(arguments):
     engines = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1"]
     return subprocess.run(

@@ -43,7 +43,9 @@ def serve_router(  # one parameter for each option
     decode: Annotated[list[str], typer.Option(help="A decode engine: http://HOST:PORT. Repeat.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
-    connect_timeout: Annotated[float, typer.Option(help="Seconds to reach an engine.")] = _PATIENCE.connect,
+    connect_timeout: Annotated[
+        float, typer.Option(help="Seconds to reach an engine, or to hear of its bootstrap service.")
+    ] = _PATIENCE.connect,
     prefill_timeout: Annotated[float, typer.Option(help="Seconds of silence of a prefill engine.")] = _PATIENCE.prefill,
     decode_timeout: Annotated[float, typer.Option(help="Seconds of silence of a decode engine.")] = _PATIENCE.decode,
     cooldown: Annotated[
@@ -75,7 +77,12 @@ def serve_router(  # one parameter for each option
             decodes=tuple(Decode.parse(text) for text in decode),
             host=host,
             port=port,
-            patience=Patience(connect=connect_timeout, prefill=prefill_timeout, decode=decode_timeout),
+            patience=Patience(
+                connect=connect_timeout,
+                prefill=prefill_timeout,
+                decode=decode_timeout,
+                control=max(_PATIENCE.control, connect_timeout),
+            ),
             cooldown=Cooldown(first=cooldown, longest=longest_cooldown),
             rounds=rounds,
             copies=copies,

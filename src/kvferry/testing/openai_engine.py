@@ -153,6 +153,8 @@ class BootstrapPeer(HttpPeer):
     def __init__(self, engine_id: str, *, kvferry: bool = False, ranks: int = 1, port: int = 0) -> None:
         self.engine_ids = [engine_id] if ranks == 1 else [f"{engine_id}-dp{rank}" for rank in range(ranks)]
         self.queries = 0
+        self.pause = 0.0
+        """Seconds before it answers a query."""
         self.released: list[Body] = []
         self.orders: list[tuple[dict[str, str], bytes]] = []
         """Headers and bodies of releases, as they came."""
@@ -164,6 +166,7 @@ class BootstrapPeer(HttpPeer):
 
     async def _query(self, request: Request) -> Response:
         self.queries += 1
+        await asyncio.sleep(self.pause)
         entries: Body = {}
         for rank, engine_id in enumerate(self.engine_ids):
             entry: Body = {"engine_id": engine_id, "worker_addr": {"0": {"0": "tcp://127.0.0.1:1"}}}
