@@ -9,6 +9,7 @@ its need missing says so and is skipped, and so is a way of moving bytes that th
 """
 
 import argparse
+import asyncio
 import hashlib
 import json
 import signal
@@ -54,6 +55,10 @@ class Place:
     def synchronize(self) -> None:
         if self.on_gpu:
             torch().cuda.synchronize(self.device)
+
+    def reserved(self) -> int:
+        """Bytes of it that torch keeps."""
+        return int(torch().cuda.memory_reserved(self.device)) if self.on_gpu else 0
 
     def bytes(self, value: int = 0) -> Any:
         return torch().full((PAGE,), value, dtype=torch().uint8, device=self.device)
@@ -169,15 +174,20 @@ def check_digest(place: Place) -> str:
 
 
 def digests_of_both(caches: dict[str, Any], layout: Layout) -> tuple[list[object], list[object]]:
-    """Of blocks 1, 2 and 4, of bytes and of sums: made where the pages are, and from a copy of them on the host."""
+    """Of blocks 1, 2 and 4, of bytes and of sums: made where the pages are, and from a copy of them on the host.
+
+    By the threads that make them in an engine.
+    """
     from kvferry.layout import Binding, bind_layout
     from kvferry.plan import BlockTable, TransferRequest, compile_plan
     from kvferry.protocol import VerifyAsk
     from kvferry.runtime.digest import page_digest
     from kvferry.runtime.page_reading import HostPages, PageReader
-    from kvferry.runtime.verify import digests_of
+    from kvferry.runtime.verify import Hashers
+    from kvferry.runtime.verify_hashing import Digests
     from kvferry.runtime.verify_pages import Job
     from kvferry.vllm.device_pages import DevicePages
+    from kvferry.vllm.fence import fence_of
 
     bound = bind_layout(layout)
     (base,) = bound.binding.bases
@@ -187,11 +197,16 @@ def digests_of_both(caches: dict[str, Any], layout: Layout) -> tuple[list[object
     request = TransferRequest(0, 48, tables, tables)
     plan = compile_plan([bound.placement], [bound.placement])
 
+    async def by_threads(ask: VerifyAsk, reader: PageReader) -> Digests:
+        hashers = Hashers(fence_of([layout.regions[0].memory]).enter_thread)
+        try:
+            return await hashers.digests(Job(plan, (0, 0), request, ask), side="consumer", reader=reader)
+        finally:
+            await hashers.close()
+
     def of(reader: PageReader) -> list[object]:
         asks = (VerifyAsk(every=1, seed=1), VerifyAsk(every=1, seed=1, sums=True))
-        made: list[object] = [
-            digests_of(Job(plan, (0, 0), request, ask), side="consumer", reader=reader) for ask in asks
-        ]
+        made: list[object] = [asyncio.run(by_threads(ask, reader)) for ask in asks]
         return [*made, page_digest(bound.placement, bound.placement, request, side="producer", reader=reader)]
 
     moved = Binding((copy.data_ptr() + base - raw.data_ptr(),))
@@ -219,14 +234,21 @@ def sums_of(place: Place, pages: int) -> Callable[[], Any]:
 
 
 def time_sums(place: Place) -> str:
-    """How fast sums are made, the second time."""
+    """How fast sums are made, the second time; and that they take no more of the device each time."""
     pages = 4096 if place.on_gpu else 512
     make = sums_of(place, pages)
+    before = place.reserved()
     make()
+    kept = place.reserved() - before
     began = time.perf_counter()
     make()
     took = time.perf_counter() - began
-    return f"sums of {pages * 65536:,} bytes in {took * 1e3:.1f} ms ({pages * 65536 / took / 2**30:.1f} GiB/s)"
+    for _ in range(40 if place.on_gpu else 0):  # more than torch has streams
+        make()
+    if place.reserved() - before != kept:
+        raise AssertionError(f"the first call set {kept:,} bytes of the device aside, later ones more")
+    speed = f"{took * 1e3:.1f} ms ({pages * 65536 / took / 2**30:.1f} GiB/s)"
+    return f"sums of {pages * 65536:,} bytes in {speed}, {kept:,} bytes of the device set aside for it"
 
 
 def time_beside_work(place: Place) -> str:
@@ -400,7 +422,7 @@ STEPS: tuple[Step, ...] = (
     ("device of the threads", check_threads),
     ("cma and device memory", check_cma),
     *((f"mooncake {name}", lambda place, name=name: check_mooncake(place, name)) for name in PROTOCOLS),
-    ("copy within the device", check_same_device),
+    ("copy within the device (torch's, kvferry has no such path)", check_same_device),
 )
 
 
@@ -448,6 +470,8 @@ def main() -> int:
     signal.alarm(LIMIT_S)
     began = time.monotonic()
     place = find_place(rehearse=chosen.rehearse)
+    if place is not None and place.on_gpu:
+        torch().cuda.set_device(place.device)  # in this thread alone, as vLLM's worker does
     verdicts = []
     for step in STEPS:
         verdict, said = run_step(step, place)

@@ -154,6 +154,7 @@ def join(
     producer_limits: ProducerLimits | None = None,
     make_writer: Callable[[MemoryHub], Transport] | None = None,
     read_device: Callable[[Binding], PageReader] | None = HostPages,
+    enter_thread: Callable[[], None] | None = None,
 ) -> Joined:
     """Build both sides. Layouts have one region, at address 0; one "on a device" is memory of the CPU all the same."""
     thread, hub = LoopThread("loopback"), MemoryHub()
@@ -177,6 +178,7 @@ def join(
             make_writer(hub) if make_writer else _memory(hub, rows_per_poll=rows_per_poll), misdeeds or Misdeeds()
         ),
         producer_limits=producer_limits or ProducerLimits(),
+        enter_thread=enter_thread,
     )
     receiving = RuntimeOptions(
         host="loopback",
@@ -185,6 +187,7 @@ def join(
         verify=verify,
         retries=retries,
         consumer_limits=consumer_limits or ConsumerLimits(),
+        enter_thread=enter_thread,
     )
 
     async def build() -> tuple[list[ProducerCore], ConsumerCore, Loopback]:

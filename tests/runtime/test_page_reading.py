@@ -40,6 +40,16 @@ def test_sums_are_those_of_plain_arithmetic(rows: list[bytes]) -> None:
     assert [row.tobytes() for row in row_sums(array)] == [plain(row) for row in rows]
 
 
+@pytest.mark.parametrize("at_once", [1, 100, 1 << 20])
+@pytest.mark.parametrize("nbytes", [1, 30, 64])
+def test_rows_that_are_summed_in_parts_have_the_sums_of_all(
+    at_once: int, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.runtime.page_reading._SUMMED_BYTES", at_once)
+    rows = np.random.default_rng(nbytes).integers(0, 256, (11, nbytes), np.uint8)
+    assert [row.tobytes() for row in row_sums(rows)] == [plain(row.tobytes()) for row in rows]
+
+
 def test_what_two_hosts_send_each_other_does_not_change_with_a_version() -> None:
     rows = np.arange(2 * 10, dtype=np.uint8).reshape(2, 10) * 13
     assert row_sums(rows).tobytes().hex() == FIXED

@@ -5,6 +5,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +44,7 @@ from kvferry.testing.faulty import Corrupt, Misdeed, Misdeeds, SwapTargets, Wron
 from kvferry.testing.layouts import page, side_by_side, state, worker
 
 from .loopback import Joined, Memory, fetch, join, next_end, publication
+from .paired import wait_until
 
 BLOCK, NBYTES, BLOCKS = 16, 8, 16
 P_TABLES = (Table(0, (3, 5, 9)), Table(0, (5,)))
@@ -72,6 +74,7 @@ def pair(
         consumer_limits=more.get("consumer_limits"),
         misdeeds=Misdeeds(*([misdeed] if misdeed else [])),
         read_device=more.get("read_device", HostPages),
+        enter_thread=more.get("enter_thread"),
     )
     for index, memory in enumerate(joined.source):
         memory.bytes[:] = np.random.default_rng(index + 1).integers(0, 256, memory.bytes.size, np.uint8)
@@ -251,8 +254,10 @@ def test_bytes_are_compared_where_all_is_in_memory_of_the_cpu() -> None:
     assert {ask.sums for ask in asks} == {False}
 
 
-def test_of_a_producer_that_knows_no_sums_the_bytes_are_compared() -> None:
-    with pair(*ENDS["from host to device"]) as joined:
+@pytest.mark.parametrize("ends", ENDS)
+def test_where_one_version_knows_no_sums_the_bytes_are_compared(ends: str) -> None:
+    """Of a producer that does not say that it knows them; an older consumer asks in the same way."""
+    with pair(*ENDS[ends]) as joined:
         joined.wire.features = tuple(one for one in joined.wire.features if one != "verify-sums")
         asks = asked(joined)
         end, _ = run(joined)
@@ -286,16 +291,65 @@ class BrokenPages(HostPages):
         raise MemoryError("out of device memory")
 
 
-@pytest.mark.parametrize("ends", ["from host to device", "from device to host"])
-def test_pages_that_cannot_be_read_fail_their_fetch_at_once(ends: str) -> None:
-    """Nobody waits for a peer that is alive: who could not read says so."""
+BROKEN = {
+    "from host to device": "the pages that came cannot be read to be compared: out of device memory",
+    "from device to host": "the producer's pages cannot be read to be compared, its log says how",
+}
+
+
+@pytest.mark.parametrize("ends", BROKEN)
+def test_pages_that_cannot_be_read_fail_their_fetch_at_once(ends: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody waits for a peer that is alive: who could not read says so; what its device says is for its own log."""
     with pair(*ENDS[ends], read_device=BrokenPages) as joined:
         end, counted = run(joined)
         assert joined.producers[0].quiet.get(timeout=5) == 1
-    assert end.outcome.reason in {ProtocolReason.DEVICE_FAILED, ProtocolReason.PEER_FAILED}
-    assert "cannot be read" in end.outcome.detail
-    assert "out of device memory" in end.outcome.detail
+    assert end.outcome.reason is ProtocolReason.DEVICE_FAILED
+    assert end.outcome.detail.endswith(BROKEN[ends])
     assert not counted.counts["verified_pages"]
+    assert "MemoryError: out of device memory" in caplog.text
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_every_thread_that_reads_a_device_has_entered_it(ends: str) -> None:
+    """What is current on a device is kept for each thread; one that did not choose would work on another one."""
+    entered, read = set[int](), set[int]()
+
+    class Watched(HostPages):
+        def rows(self, *of: Any) -> NDArray[np.uint8]:
+            read.add(threading.get_native_id())
+            return super().rows(*of)
+
+    enter = lambda: entered.add(threading.get_native_id())  # noqa: E731
+    with pair(*ENDS[ends], read_device=Watched, enter_thread=enter) as joined:
+        run(joined)
+    assert read
+    assert read <= entered
+
+
+def test_a_producer_that_closes_while_digests_are_made_gives_all_blocks_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are under way are waited for, since their memory may go; those that wait for a thread are not made."""
+    monkeypatch.setattr("kvferry.runtime.verify.HASHERS", 1)
+    entered, held = threading.Event(), threading.Event()
+
+    class Slow(HostPages):
+        def rows(self, *of: Any) -> NDArray[np.uint8]:
+            entered.set()
+            held.wait(20)
+            return super().rows(*of)
+
+    with pair(*ENDS["from device to host"], read_device=Slow) as joined, ThreadPoolExecutor(1) as other:
+        producer = joined.producers[0]
+        for number in (1, 2):
+            joined.call(producer.publish, publication(number, f"t{number}", TOKENS, *P_TABLES))
+            joined.call(joined.consumer.fetch, fetch(10 + number, f"t{number}", Span(0, TOKENS), *D_TABLES))
+        assert entered.wait(10)
+        joined.call(producer.closing)
+        closed = other.submit(joined.thread.run, producer.close(), timeout=20)
+        wait_until(lambda: producer.quiet.qsize() == 1)
+        assert not closed.done()
+        held.set()
+        closed.result(20)
+        wait_until(lambda: producer.quiet.qsize() == 2)
 
 
 # ---------------------------------------------------------------------------------------- unequal ends, right and wrong

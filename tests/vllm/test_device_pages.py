@@ -4,6 +4,9 @@ Memory of the CPU stands for a device's: torch has the same operations for both.
 """
 
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -94,6 +97,31 @@ def test_elements_of_every_width_and_several_allocations(nbytes: int) -> None:
         rows = some_rows(7, 0, 3, 3)
         assert (device.rows(placed, rows, box) == host.rows(placed, rows, box)).all()
         assert (device.sums(placed, rows, box) == host.sums(placed, rows, box)).all()
+
+
+def test_a_thread_reads_on_one_stream_that_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps what was used on a stream for that stream: a new one for each call would hold ever more memory."""
+    made: list[int] = []
+    make = torch.Stream
+
+    def counted(**of: Any) -> torch.Stream:
+        made.append(threading.get_native_id())
+        return make(**of)
+
+    monkeypatch.setattr("kvferry.vllm.device_pages.torch.Stream", counted)
+    bound, memory = cache_of()
+    reader, placed = DevicePages(memory, bound.binding), bound.placement.placed[0]
+    box = (slice(0, 3),)
+
+    def read() -> bytes:
+        return b"".join(read(placed, some_rows(7, 3), box).tobytes() for read in (reader.rows, reader.sums))
+
+    both = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        first = [one.result() for one in [pool.submit(lambda: (both.wait(10), read())[1]) for _ in range(2)]]
+        again = [one.result() for one in [pool.submit(read) for _ in range(6)]]
+    assert set(first + again) == {read()}
+    assert len(made) == len(set(made)) == 3, "the two of the pool, and this one"
 
 
 @pytest.mark.parametrize("block", [-1, 8])

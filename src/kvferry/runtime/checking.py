@@ -53,7 +53,12 @@ class Checker:
     """What one consumer rank verifies, and how."""
 
     def __init__(
-        self, local: Local, mode: VerifyMode, *, seed: Callable[[], int] = lambda: secrets.randbits(63)
+        self,
+        local: Local,
+        mode: VerifyMode,
+        *,
+        enter_thread: Callable[[], None] | None = None,
+        seed: Callable[[], int] = lambda: secrets.randbits(63),
     ) -> None:
         if mode != "off" and local.pages is None:
             raise ConfigError(
@@ -64,7 +69,7 @@ class Checker:
         self._local = local
         self._mode = mode
         self._seed = seed
-        self._hashers = Hashers()
+        self._hashers = Hashers(enter_thread)
 
     def is_content_with(self, engine: RemoteEngine) -> bool:
         """Whether a producer can give what is asked for here."""

@@ -118,7 +118,7 @@ class ConsumerCore:
         self._upstream = UpstreamPuller(local, options.upstream_peers)
         self._timing = options.timing
         self._journal = journal
-        self._checker = Checker(local, options.verify)
+        self._checker = Checker(local, options.verify, enter_thread=options.enter_thread)
         self._links: Wires | None = None
         self._courses = Courses(time.perf_counter)
         self._fences = Fences(self._receivers, self._courses, finder=finder, maker=self._maker)

@@ -6,10 +6,10 @@ made there (:mod:`kvferry.vllm.device_pages`), so that no page has to leave it t
 
 **Sums.** A row is filled up with zeros to whole words: little-endian, signed, 32 bits. Sum ``j`` is the sum over words
 ``i`` of ``word[i] * key[i][j]``, modulo 2**64. The keys are odd and fixed (SplitMix64), so a row with one other word
-always has other sums; rows that differ in more words have equal ones with a chance of at most 2**-64 by a fault that
-knows nothing of the keys: of both sums 2**-32, where all differences are multiples of 2**31, and far less elsewhere.
-Someone who looks for equal sums finds them. They are the work of a few vector operations on any device, with the same
-result everywhere, which a cryptographic hash is not.
+always has other sums. Rows that differ in more words have both sums equal with a chance of at most 2**-64, taken over
+the keys, of which a fault knows nothing: at most 2**-(63 - v) for each of the two, where 2**v, 31 being the largest v,
+divides the differences of all words. Someone who looks for equal sums finds them. They are the work of a few vector
+operations on any device, with the same result everywhere, which a cryptographic hash is not.
 """
 
 import ctypes
@@ -30,6 +30,9 @@ WORD: Final = 4
 """Bytes of what a sum is made of."""
 SUMS: Final = 2
 """Of each row; 8 bytes each."""
+
+_SUMMED_BYTES: Final = 1 << 20
+"""Of rows that are widened to 64 bits at once: what a cache of the CPU holds."""
 
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 
@@ -84,11 +87,17 @@ class HostPages:
 
 def row_sums(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The sums of rows ``[row, byte]``, as little-endian bytes ``[row, 16]``."""
+    step = max(1, _SUMMED_BYTES // rows.shape[1])
+    sums = np.concatenate([_summed(rows[begin : begin + step]) for begin in range(0, rows.shape[0], step)])
+    found: NDArray[np.uint8] = sums.astype("<i8", copy=False).view(np.uint8)
+    return found
+
+
+def _summed(rows: NDArray[np.uint8]) -> Int64s:
     lacking = -rows.shape[1] % WORD
     whole = np.pad(rows, ((0, 0), (0, lacking))) if lacking else np.ascontiguousarray(rows)
     words = whole.view("<i4").astype(np.int64)
-    sums: NDArray[np.uint8] = (words @ sum_keys(words.shape[1])).astype("<i8").view(np.uint8)
-    return sums
+    return words @ sum_keys(words.shape[1])
 
 
 @functools.lru_cache(maxsize=64)

@@ -108,7 +108,7 @@ class Sender:
         """Held while the engine is destroyed and made anew."""
         self._destroyed = False
         self._closing = False
-        self._hashers = Hashers()
+        self._hashers = Hashers(options.enter_thread)
 
     @property
     def transport(self) -> str:
@@ -266,8 +266,8 @@ class Sender:
 
     async def _hashed(self, order: _Order, hashing: "asyncio.Task[Digests]") -> None:
         await asyncio.wait({hashing})
-        if (fault := hashing.exception()) is not None:  # the loop has logged it
-            said = f"every byte has arrived, but the pages cannot be read to make digests of them: {fault}"
+        if hashing.cancelled() or hashing.exception() is not None:  # by the end of this runtime, or logged by the loop
+            said = "every byte has arrived, but the producer's pages cannot be read to be compared, its log says how"
             self._failed(order, ProtocolReason.DEVICE_FAILED, said, quiet=True)
         else:
             self._finished(order, None, digests=hashing.result())

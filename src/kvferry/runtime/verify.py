@@ -9,7 +9,7 @@ two has its pages on a device, digests are of the rows' sums, which a device mak
 import asyncio
 import functools
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
@@ -86,10 +86,13 @@ def sums_wanted(plan: Plan, features: Collection[str]) -> bool:
 
 
 class Hashers:
-    """The threads of one runtime that make digests, apart from those that make and destroy engines."""
+    """The threads of one runtime that make digests, apart from those that make and destroy engines.
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(HASHERS, thread_name_prefix="kvferry-verify")
+    Each calls ``enter_thread`` first, as every thread that touches a device's memory.
+    """
+
+    def __init__(self, enter_thread: Callable[[], None] | None = None) -> None:
+        self._pool = ThreadPoolExecutor(HASHERS, thread_name_prefix="kvferry-verify", initializer=enter_thread)
 
     async def digests(self, job: Job, *, side: Side, reader: PageReader) -> Digests:
         """As :func:`digests_of`, by all the threads together."""
