@@ -46,7 +46,11 @@ def test_a_sound_machine_is_zero_and_pages_went_through_both_transports(host: st
     assert said["sound"] is True
     assert said["choices"]["address"] == {"value": host, "why": "option host"}
     assert said["choices"]["transport"] == {"value": "mooncake", "why": "default"}
+    served, families = ("[::]", "IPv6 and IPv4") if host == "::1" else ("0.0.0.0", "IPv4")
+    where = f", served by rank 0 on {served}, every interface in {families}"
+    assert said["choices"]["bootstrap"]["value"].endswith(where)
     pages = found(done)
+    assert f"{served}:" in pages["bootstrap port"]["said"]
     assert pages["marker page over mooncake"]["facts"]["protocol"] == "tcp"
     assert pages["marker page over cma"]["facts"]["protocol"] == "process_vm_writev"
     engine = pages["mooncake engine"]

@@ -2,8 +2,9 @@
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from kvferry.runtime.checkup import (
     resolve_host,
     skipped,
 )
+from kvferry.runtime.checkup import deployment as settings
 from kvferry.runtime.checkup.line import Line
 from kvferry.runtime.checkup.marker import PAGE, compare_page, digest_parts, receive_marker, write_marker
 from kvferry.transport import CmaTransport
@@ -46,7 +48,7 @@ def test_an_option_wins_over_a_variable_and_a_variable_over_what_is_detected() -
     option = Deployment(host="127.0.0.1", bootstrap_port=9002, explicit=frozenset({"host", "bootstrap_port"}))
     assert chosen(option, environ)["address"] == ("127.0.0.1", "option host")
     assert chosen(option, environ)["bootstrap"] == (
-        "port 9002, served by rank 0 on every interface",
+        "port 9002, served by rank 0 on 0.0.0.0, every interface in IPv4",
         "option bootstrap_port",
     )
     assert [one.said for one in skipped(option, environ)] == [
@@ -58,7 +60,17 @@ def test_an_option_wins_over_a_variable_and_a_variable_over_what_is_detected() -
     assert chosen(variable, environ)["bootstrap"][1] == "VLLM_MOONCAKE_BOOTSTRAP_PORT"
     assert skipped(variable, environ) == ()
     assert chosen(Deployment(host="10.0.0.3"))["bootstrap"] == (
-        "port 8998, served by rank 0 on every interface",
+        "port 8998, served by rank 0 on 0.0.0.0, every interface in IPv4",
+        "default",
+    )
+
+
+@pytest.mark.parametrize(
+    "deployment", [Deployment(host="::1"), Deployment(host="10.0.0.3", register_host="fd00::9")], ids=["host", "vLLM"]
+)
+def test_an_ipv6_address_has_the_bootstrap_service_in_both_families(deployment: Deployment) -> None:
+    assert chosen(deployment)["bootstrap"] == (
+        "port 8998, served by rank 0 on [::], every interface in IPv6 and IPv4",
         "default",
     )
 
@@ -81,6 +93,69 @@ def test_what_the_engine_is_told_and_where_it_will_listen() -> None:
     cma = Deployment(transport="cma", host="10.0.0.3", variables=("MC_IB_TC=3",), explicit=frozenset({"mooncake_env"}))
     assert not {"engine ports", "engine variables"} & set(chosen(cma, environ))
     assert [one.said for one in skipped(cma, environ)] == ["option mooncake_env: the cma transport has none"]
+
+
+@pytest.fixture
+def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes this machine one with network devices of these names."""
+    monkeypatch.setattr(settings, "_INFINIBAND", tmp_path / "infiniband")
+
+    def found(*names: str) -> None:
+        for name in names:
+            (tmp_path / "infiniband" / name).mkdir(parents=True)
+
+    return found
+
+
+def mooncake(*explicit: str, **options: str) -> dict[str, tuple[str, str]]:
+    return chosen(Deployment(host="10.0.0.3", explicit=frozenset(explicit), **options))
+
+
+def test_the_protocol_is_the_default_or_what_was_asked_for_and_never_what_was_detected(
+    devices: Callable[..., None],
+) -> None:
+    none = "this machine has no RDMA device"
+    assert mooncake()["protocol"] == ("tcp", f"default; {none}")
+    assert mooncake("mooncake_protocol", protocol="tcp")["protocol"] == ("tcp", f"option mooncake_protocol; {none}")
+    assert mooncake("mooncake_protocol", protocol="rdma")["protocol"] == ("rdma", f"option mooncake_protocol; {none}")
+    devices("mlx5_1", "mlx5_0")
+    seen = "this machine has mlx5_0, mlx5_1"
+    assert mooncake()["protocol"] == ("tcp", f"default; {seen}")
+    assert mooncake("mooncake_protocol", protocol="tcp")["protocol"] == ("tcp", f"option mooncake_protocol; {seen}")
+    assert mooncake("mooncake_protocol", protocol="rdma")["protocol"] == ("rdma", f"option mooncake_protocol; {seen}")
+
+
+@pytest.mark.parametrize(
+    ("protocol", "value"),
+    [
+        ("tcp", "none needed"),
+        ("rdma", "all that it finds"),
+        ("efa", "all that it finds"),
+        ("nvlink", "none needed"),
+        ("nvlink_intra", "none needed"),
+    ],
+)
+def test_a_device_that_was_named_wins_over_those_detected(
+    protocol: str, value: str, devices: Callable[..., None]
+) -> None:
+    assert mooncake(protocol=protocol)["device"] == (
+        value,
+        "this machine has no RDMA device; device_name is not set",
+    )
+    devices("mlx5_0")
+    assert mooncake(protocol=protocol)["device"] == (value, "this machine has mlx5_0; device_name is not set")
+    named = mooncake("device_name", protocol=protocol, device="mlx5_7,mlx5_8")
+    assert named["device"] == ("mlx5_7,mlx5_8", "option device_name")
+
+
+def test_the_side_channel_takes_any_free_port_unless_one_was_named() -> None:
+    def port(*explicit: str, number: int = 0) -> tuple[str, str]:
+        deployment = Deployment(host="10.0.0.3", side_channel_port=number, explicit=frozenset(explicit))
+        return chosen(deployment, {"VLLM_NIXL_SIDE_CHANNEL_PORT": "5600"})["side channel port"]
+
+    assert port() == ("any free", "default")
+    assert port("side_channel_port") == ("any free", "option side_channel_port")
+    assert port("side_channel_port", number=7100) == ("7100 plus the rank", "option side_channel_port")
 
 
 def test_without_any_setting_the_address_is_one_of_this_machine() -> None:
@@ -131,6 +206,16 @@ def test_a_host_that_peers_could_not_use_is_refused_by_what_is_wrong(host: str, 
         resolve_host(host, HOME)
 
 
+def test_ipv6_that_is_off_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"host ::1 is no address .* 127\.0\.0\.1 and no IPv6 address: IPv6 is off here"
+    ):
+        resolve_host("::1", (LocalAddress("lo", "127.0.0.1"),))
+    assert resolve_host("127.0.0.2", HOME).ip == "127.0.0.2"
+    with pytest.raises(ConfigError, match=r"this machine has [^a-z]*$"):
+        resolve_host("fd00::9", (LocalAddress("lo", "127.0.0.1"), LocalAddress("lo", "::1")))
+
+
 def test_a_name_becomes_one_address_and_an_address_stays() -> None:
     assert resolve_host("localhost", HOME).ip == "127.0.0.1"
     assert (resolve_host("::1", HOME).ip, resolve_host("[::1]", HOME).interface) == ("::1", "lo")
@@ -165,6 +250,24 @@ def test_what_listens_on_one_address_alone_is_judged_by_that_address() -> None:
         require_private_network(serving, resolve_host("10.0.0.3", OUTSIDE), OUTSIDE)
 
 
+def test_a_public_ipv6_address_counts_where_something_listens_in_ipv6() -> None:
+    here = (*HOME, LocalAddress("eth0", "2600::7"))
+    host = resolve_host("10.0.0.3", here)
+    bootstrap_alone = Deployment(transport="cma", host="10.0.0.3", private_only=True)
+    require_private_network(bootstrap_alone, host, here)
+    assert check_exposure(bootstrap_alone, host, here).facts["addresses"] == ["10.0.0.3"]
+    for everywhere in (
+        replace(bootstrap_alone, transport="mooncake"),
+        replace(bootstrap_alone, register_host="fd00::9"),
+    ):
+        with pytest.raises(ConfigError, match="2600::7 on eth0 is public"):
+            require_private_network(everywhere, host, here)
+        assert check_exposure(replace(everywhere, private_only=False), host, here).facts["addresses"] == [
+            "10.0.0.3",
+            "2600::7",
+        ]
+
+
 def test_addresses_that_cannot_be_listed_count_as_public() -> None:
     deployment = Deployment(host="10.0.0.3", private_only=True)
     with pytest.raises(ConfigError, match="cannot be listed"):
@@ -187,6 +290,22 @@ def test_a_taken_port_fails_and_a_free_one_does_not() -> None:
         assert (finding.verdict, finding.facts["port"]) == (Verdict.FAILED, port)
     (finding,) = check_ports(deployment, resolve_host("127.0.0.1", HOME), {})
     assert finding.verdict is Verdict.OK
+
+
+def test_the_bootstrap_port_is_tried_where_it_will_be_served() -> None:
+    if "::1" not in {one.ip for one in local_addresses()}:
+        pytest.skip("no IPv6 here")
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+        port = taken.getsockname()[1]
+        (finding,) = check_ports(Deployment(bootstrap_port=port), resolve_host("::1", HOME), {})
+        assert (finding.verdict, finding.said) == (
+            Verdict.FAILED,
+            f"[::]:{port} cannot be bound: Address already in use",
+        )
+        (finding,) = check_ports(Deployment(bootstrap_port=port), resolve_host("127.0.0.1", HOME), {})
+        assert (finding.verdict, finding.said) == (Verdict.OK, f"0.0.0.0:{port} is free")
+    (finding,) = check_ports(Deployment(bootstrap_port=port), resolve_host("::1", HOME), {})
+    assert (finding.verdict, finding.said) == (Verdict.OK, f"[::]:{port} is free in IPv6 and IPv4")
 
 
 # ----------------------------------------------------------------------------------------------- marker pages

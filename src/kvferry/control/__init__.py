@@ -14,6 +14,7 @@ from kvferry.control.cache_info import read_cache_info
 from kvferry.control.directory import Directory, EngineCard, EngineEntry, RankCard, RankEntry, Registration
 from kvferry.control.doors import CurveKeys, Guard, Keyring, ListedDoor, SecureDoor, require_curve
 from kvferry.control.hello import greet
+from kvferry.control.interfaces import ALL, every_interface, listen_on
 from kvferry.control.links import Link, Links
 from kvferry.control.listener import Listener
 from kvferry.control.networks import Networks
@@ -23,6 +24,7 @@ from kvferry.control.sockets import SocketOptions
 from kvferry.control.tls import ServerTls, client_context
 
 __all__ = [
+    "ALL",
     "BootstrapClient",
     "BootstrapService",
     "CurveKeys",
@@ -47,8 +49,10 @@ __all__ = [
     "SocketOptions",
     "Verifier",
     "client_context",
+    "every_interface",
     "find_secret",
     "greet",
+    "listen_on",
     "read_cache_info",
     "require_curve",
 ]

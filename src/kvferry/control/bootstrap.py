@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvferry.control.directory import Directory, Registration
+from kvferry.control.interfaces import listen_on
 from kvferry.control.signing import HEADER, Verifier
 from kvferry.control.tls import ServerTls
 from kvferry.errors import ConfigError, ConfigReason, ProtocolReason, RemoteProtocolError
@@ -76,12 +77,11 @@ class BootstrapService:
         )
 
     async def start(self, host: str, port: int) -> int:
-        """Listen on exactly this host; port 0 takes a free one. Returns the port."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        """Listen on exactly this host, for ``::`` in both families; port 0 takes a free one. Returns the port."""
         if self._tls is not None:
             self._tls.check()
         try:
-            self._socket = socket.create_server((host, port), family=family, backlog=128)
+            self._socket = listen_on(host, port)
         except OSError as error:
             raise ConfigError(
                 ConfigReason.INVALID_VALUE,

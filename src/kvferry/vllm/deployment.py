@@ -7,9 +7,17 @@ from kvferry.vllm.config import Config
 
 
 def deployment_of(
-    config: Config, *, explicit: Iterable[str] = (), produces: bool = True, detected_host: str | None = None
+    config: Config,
+    *,
+    explicit: Iterable[str] = (),
+    produces: bool = True,
+    detected_host: str | None = None,
+    register_host: str = "127.0.0.1",
 ) -> Deployment:
-    """``explicit``: the options that were set. ``detected_host``: what vLLM chose where no option says it."""
+    """``explicit``: the options that were set. ``detected_host``: what vLLM chose where no option says it.
+
+    ``register_host``: where vLLM has the ranks of this engine register, which is 127.0.0.1 but in larger deployments.
+    """
     peers = config.upstream_peers
     return Deployment(
         transport=config.transport,
@@ -21,6 +29,7 @@ def deployment_of(
         side_channel_port=config.side_channel_port,
         bootstrap_port=config.bootstrap_port,
         bootstrap_address=config.bootstrap_server_address,
+        register_host=register_host,
         produces=produces,
         private_only=config.require_private_network,
         upstream_peers=peers if isinstance(peers, str) else ", ".join(peers) or "refuse",

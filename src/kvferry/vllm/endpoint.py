@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.utils.network_utils import get_ip
 
-from kvferry.control import Networks, Secret, ServerTls, SocketOptions, find_secret
+from kvferry.control import Networks, Secret, ServerTls, SocketOptions, every_interface, find_secret
 from kvferry.errors import ConfigError, ConfigReason
 from kvferry.protocol import ConsumerLimits, ProducerLimits
 from kvferry.runtime import Bootstrap, RuntimeOptions, Timing
@@ -34,6 +34,7 @@ def read_deployment(vllm_config: "VllmConfig", config: Config) -> Deployment:
         explicit=transfer.kv_connector_extra_config,
         produces=transfer.is_kv_producer,
         detected_host=get_ip(),
+        register_host=_register_host(vllm_config),
     )
 
 
@@ -64,7 +65,7 @@ def read_options(
         port=config.side_channel_port + place if config.side_channel_port else 0,
         make_transport=make_transport,
         enter_thread=enter_thread,
-        bootstrap=_bootstrap(vllm_config, config, rank=rank),
+        bootstrap=_bootstrap(vllm_config, config, rank=rank, bound=host),
         dp_rank=_dp_rank(vllm_config),
         timing=Timing(
             publish=config.publish_timeout,
@@ -115,24 +116,26 @@ def check_memory(config: Config, memories: Iterable[str], *, host: str) -> None:
     installed_build(host).check_memory(devices)
 
 
-def _bootstrap(vllm_config: "VllmConfig", config: Config, *, rank: int) -> Bootstrap:
+def _bootstrap(vllm_config: "VllmConfig", config: Config, *, rank: int, bound: str) -> Bootstrap:
     """Rank 0 of the engine that clients are told of serves it, unless it runs elsewhere; all ranks register there."""
     if config.bootstrap_server_address is not None:
         host, port = split_address(config.bootstrap_server_address)
         return Bootstrap(url=_url(host, port, https=config.bootstrap_ca is not None))
-    parallel = vllm_config.parallel_config
     port = config.bootstrap_port if config.bootstrap_port is not None else envs.VLLM_MOONCAKE_BOOTSTRAP_PORT
-    if parallel.local_engines_only:
-        host, serves = "127.0.0.1", parallel.data_parallel_rank_local == 0
-    else:
-        host, serves = parallel.data_parallel_master_ip, parallel.data_parallel_index == 0
-        if parallel.nnodes_within_dp > 1:
-            host = parallel.master_addr
-    serve = ("0.0.0.0", port) if serves and rank == 0 else None
+    host = _register_host(vllm_config)
+    serve = (every_interface(bound, host), port) if _dp_rank(vllm_config) == 0 and rank == 0 else None
     tls = None
     if config.bootstrap_tls_cert is not None and config.bootstrap_tls_key is not None:
         tls = ServerTls(config.bootstrap_tls_cert, config.bootstrap_tls_key)
     return Bootstrap(url=_url(host, port, https=tls is not None), serve=serve, tls=tls)
+
+
+def _register_host(vllm_config: "VllmConfig") -> str:
+    """Where the rank that serves the bootstrap service is found by the other ranks."""
+    parallel = vllm_config.parallel_config
+    if parallel.local_engines_only:
+        return "127.0.0.1"
+    return str(parallel.master_addr if parallel.nnodes_within_dp > 1 else parallel.data_parallel_master_ip)
 
 
 def _upstream_peers(config: Config, secret: Secret | None) -> UpstreamPeers:

@@ -78,9 +78,12 @@ def resolve_host(given: str, here: Sequence[LocalAddress]) -> HostAddress:
         raise _refused(given, "stands for every address, and peers need one of them; set option host or VLLM_HOST_IP")
     if any(isinstance(ip, ipaddress.IPv6Address) and ip.is_link_local for ip in found) and len(found) == 1:
         raise _refused(given, "is an IPv6 link-local address, which means another interface on every machine")
-    ours = [ip for ip in found if not here or str(ip) in interfaces or ip.is_loopback]
+    # All of 127.0.0.0/8 can be bound and one of it is listed; ::1 is listed, or IPv6 is off.
+    ours = [ip for ip in found if not here or str(ip) in interfaces or (ip.version == 4 and ip.is_loopback)]
     if not ours:
         spelled = ", ".join(sorted(interfaces))
+        if any(ip.version == 6 for ip in found) and not any(":" in ip for ip in interfaces):
+            spelled += " and no IPv6 address: IPv6 is off here"
         what = given if len(found) == 1 and str(found[0]) == given else f"{given} ({', '.join(map(str, found))})"
         raise _refused(what, f"is no address of this machine, so it cannot be bound; this machine has {spelled}")
     chosen = min(ours, key=lambda ip: ip.version)

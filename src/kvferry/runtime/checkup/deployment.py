@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
+from kvferry.control import ALL, every_interface
 from kvferry.runtime.checkup.addresses import HostAddress, LocalAddress, resolve_host, route_address
 from kvferry.runtime.checkup.records import Choice, Finding, Verdict
 from kvferry.runtime.upstream_caches import Declared
@@ -43,6 +44,8 @@ class Deployment:
     bootstrap_port: int | None = None
     bootstrap_address: str | None = None
     """Of a bootstrap service that runs elsewhere."""
+    register_host: str = "127.0.0.1"
+    """Where the ranks of this engine register, if it serves a bootstrap service."""
     produces: bool = True
     """Whether it may serve the bootstrap service."""
     private_only: bool = False
@@ -93,6 +96,11 @@ def choose_bootstrap_port(deployment: Deployment, environ: Mapping[str, str]) ->
     return DEFAULT_BOOTSTRAP_PORT, "default"
 
 
+def bootstrap_interfaces(deployment: Deployment, host: HostAddress) -> str:
+    """The address on which rank 0 serves the bootstrap service: all of IPv4, or of both families."""
+    return every_interface(host.ip, deployment.register_host)
+
+
 def choices_of(
     deployment: Deployment, here: Sequence[LocalAddress], environ: Mapping[str, str] = os.environ
 ) -> tuple[tuple[Choice, ...], HostAddress]:
@@ -108,7 +116,7 @@ def choices_of(
         Choice("address", host.ip, why),
         Choice("interface", host.interface, f"it has that address, which is {host.scope}"),
         _side_channel(deployment),
-        *_bootstrap(deployment, environ),
+        *_bootstrap(deployment, host, environ),
         _upstream(deployment),
     ), host
 
@@ -197,13 +205,15 @@ def _side_channel(deployment: Deployment) -> Choice:
     return Choice("side channel port", f"{deployment.side_channel_port} plus the rank", "option side_channel_port")
 
 
-def _bootstrap(deployment: Deployment, environ: Mapping[str, str]) -> tuple[Choice, ...]:
+def _bootstrap(deployment: Deployment, host: HostAddress, environ: Mapping[str, str]) -> tuple[Choice, ...]:
     if deployment.bootstrap_address is not None:
         return (Choice("bootstrap", deployment.bootstrap_address, "option bootstrap_server_address"),)
     if not deployment.produces:
         return (Choice("bootstrap", "none served", "this engine only consumes; requests name their producer's"),)
     port, why = choose_bootstrap_port(deployment, environ)
-    return (Choice("bootstrap", f"port {port}, served by rank 0 on every interface", why),)
+    address = bootstrap_interfaces(deployment, host)
+    where = f"[{ALL}], every interface in IPv6 and IPv4" if address == ALL else f"{address}, every interface in IPv4"
+    return (Choice("bootstrap", f"port {port}, served by rank 0 on {where}", why),)
 
 
 def _whose(deployment: Deployment, option: str) -> str:

@@ -3,19 +3,20 @@
 A Mooncake engine listens on every interface, whatever address it is given, and lets anyone who reaches its ports read
 and write all memory that is registered with it. No setting of the engine changes that, so neither does kvferry; the
 network must (a firewall, a machine with private interfaces only, a network namespace). The bootstrap service listens
-on every interface too, for the routers, but knows no memory. ``require_private_network`` refuses to start where this
-machine has a public address on any interface and something listens on all of them, or where the address that is
-told to peers is itself public. A firewall cannot be seen from here: whoever has one leaves the option off.
+on every interface too, for the routers, but knows no memory. Beside an IPv4 host it does so in IPv4 alone, where an
+engine has a port in both families whatever its host is. ``require_private_network`` refuses to start where something
+that listens everywhere is reached at a public address of this machine, on whichever interface, or where the address
+that is told to peers is itself public. A firewall cannot be seen from here: whoever has one leaves the option off.
 """
 
 import errno
 import os
-import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from kvferry.control import ALL, listen_on
 from kvferry.errors import ConfigError, ConfigReason
 from kvferry.runtime.checkup.addresses import HostAddress, LocalAddress
-from kvferry.runtime.checkup.deployment import Deployment, choose_bootstrap_port
+from kvferry.runtime.checkup.deployment import Deployment, bootstrap_interfaces, choose_bootstrap_port
 from kvferry.runtime.checkup.records import Finding, Verdict
 
 CLOSING = (
@@ -40,7 +41,7 @@ def check_exposure(deployment: Deployment, host: HostAddress, here: Sequence[Loc
     """Say what strangers can reach."""
     if (error := _exposed(deployment, host, here)) is not None and deployment.private_only:
         return Finding("exposure", Verdict.FAILED, error, CLOSING)
-    seen = sorted({one.ip for one in here if one.scope in ("private", "public")})
+    seen = sorted({one.ip for one in _open_at(deployment, host, here) if one.scope in ("private", "public")})
     facts = {"listens_everywhere": list(deployment.open_ports), "addresses": seen}
     if not deployment.open_ports:
         return Finding("exposure", Verdict.OK, f"it listens on {host.ip} alone", facts=facts)
@@ -68,7 +69,7 @@ def check_ports(
         found.append(_check_port("side channel port", host.ip, deployment.side_channel_port))
     if deployment.serves_bootstrap:
         port, _ = choose_bootstrap_port(deployment, environ)
-        found.append(_check_port("bootstrap port", "0.0.0.0", port))
+        found.append(_check_port("bootstrap port", bootstrap_interfaces(deployment, host), port))
     return tuple(found)
 
 
@@ -81,19 +82,23 @@ def _exposed(deployment: Deployment, host: HostAddress, here: Sequence[LocalAddr
     what = " and ".join(deployment.open_ports)
     if not here:
         return f"open on every interface: {what}; and the addresses of this machine cannot be listed"
-    public = [f"{one.ip} on {one.interface}" for one in here if one.scope == "public"]
+    public = [f"{one.ip} on {one.interface}" for one in _open_at(deployment, host, here) if one.scope == "public"]
     return f"open on every interface: {what}; and {', '.join(public)} is public" if public else None
 
 
+def _open_at(deployment: Deployment, host: HostAddress, here: Sequence[LocalAddress]) -> Iterator[LocalAddress]:
+    """The addresses of this machine at which something that listens everywhere can be reached."""
+    both = deployment.transport == "mooncake" or bootstrap_interfaces(deployment, host) == ALL
+    return (one for one in here if both or ":" not in one.ip)
+
+
 def _check_port(name: str, ip: str, port: int) -> Finding:
-    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    where = f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+    facts = {"address": ip, "port": port}
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((ip, port))
-            probe.listen(1)
+        listen_on(ip, port).close()
     except OSError as error:
         advice = "another process has it; choose another" if error.errno == errno.EADDRINUSE else ""
-        said = f"{ip}:{port} cannot be bound: {error.strerror}"
-        return Finding(name, Verdict.FAILED, said, advice, {"port": port})
-    return Finding(name, Verdict.OK, f"{ip}:{port} is free", facts={"port": port})
+        return Finding(name, Verdict.FAILED, f"{where} cannot be bound: {error.strerror}", advice, facts)
+    families = " in IPv6 and IPv4" if ip == ALL else ""
+    return Finding(name, Verdict.OK, f"{where} is free{families}", facts=facts)
