@@ -29,7 +29,8 @@ from kvferry.testing.model_recipes import GEMMA3, LFM2, QWEN3, TinyModel
 from kvferry.testing.models import build_model, token_ids
 from kvferry.testing.pair import Pair, pair_spec, report_options
 from kvferry.testing.ports import free_port
-from kvferry.testing.transfer_report import Transfer, read_reports, wait_for_reports
+from kvferry.testing.transfer_report import Transfer, read_reports, wait_for_report, wait_for_reports
+from kvferry.vllm.config import parse_config
 
 pytestmark = [pytest.mark.vllm, pytest.mark.mooncake, pytest.mark.filterwarnings("default")]
 
@@ -257,6 +258,47 @@ def wait_until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+# ------------------------------------------------------------------------------------------------------- a full hit
+
+
+def test_a_full_hit_moves_nothing_and_frees_the_producer(site: Site) -> None:
+    """vLLM takes all but a prompt's last token from its cache and computes that one: there is nothing to fetch.
+
+    Beside a state this takes a prompt whose blocks end where the state that came does.
+    """
+    prompt = text("asked twice")[: 3 * BLOCK + 1]
+    alone = site.alone(prompt, "twice")
+    transfer_id, _, answer = site.serve(prompt, "for the first time")
+    assert answer.tokens == alone.tokens
+    assert site.proven(transfer_id).nbytes > 0
+    site.wait_for_all_blocks()
+    before = counted(site.decode)
+
+    transfer_id = f"again-{secrets.token_hex(4)}"
+    site.pair.prefill.ask(site.pair.prefill_command(prompt, transfer_id, "again"))
+    assert site.pair.prefill.inspect().free_blocks < site.homes[0], "its cache waits to be fetched"
+    asked = time.monotonic()
+    command = site.pair.decode_command(prompt, transfer_id, "again", max_tokens=TOKENS)
+    answer = cast(Generation, site.decode.ask(command))
+    assert (answer.tokens, answer.cached_tokens) == (alone.tokens, 3 * BLOCK)
+    site.wait_for_all_blocks()
+    assert time.monotonic() - asked < SOON < parse_config({}).publish_timeout / 10
+    told = wait_for_report(site.report, transfer_id, lambda found: found.producer and found.consumer, SOON)
+    for (line,) in (told.producer, told.consumer):
+        assert (line.status, line.bytes, line.pages) == ("done", 0, 0)
+    after = counted(site.decode)
+    assert {name: after[name] - before[name] for name in before} == {
+        "local_compute": 1,
+        "local_cache_hit": 3 * BLOCK,
+        "external_kv_transfer": 0,
+        "device": 3 * BLOCK,
+        "p2p": 0,
+        "external_unspecified": 0,
+        "hits": 0,
+        "received": 0,
+    }
 
 
 # ------------------------------------------------------------------------------------------------------- KV events

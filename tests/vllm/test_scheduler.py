@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.v1.engine import FinishReason
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import RequestStatus
 
 from kvferry.protocol import Source, Span, Table
@@ -228,8 +229,9 @@ def test_only_what_is_missing_is_pulled(model: Path) -> None:
     assert len(pull.tables[0].blocks) == 1
 
 
-def test_a_full_hit_pulls_nothing_and_frees_the_producer(model: Path) -> None:
-    engine = core.make_core(model, "kv_consumer", core.full_attention(), core.sliding_window(64))
+@pytest.mark.parametrize("specs", [[core.full_attention()], [core.full_attention(), core.sliding_window(64)]])
+def test_a_full_hit_pulls_nothing_and_frees_the_producer(model: Path, specs: list[KVCacheSpec]) -> None:
+    engine = core.make_core(model, "kv_consumer", *specs)
     engine.add("first", prompt(33), params=None)
     engine.run()
     engine.add("d", prompt(33), params=for_decode())

@@ -143,7 +143,7 @@ def test_a_prompt_is_the_same_whoever_computes_and_whoever_writes_it(
             check_pages(transfers, one_token=length == 1)
             assert len(transfers["ferry>ferry"].sent) <= 1
             if (nbytes := cell.nbytes.get(length)) is not None:
-                assert transfers["ferry>upstream"].nbytes == nbytes
+                assert transfers["ferry>ferry"].nbytes == transfers["ferry>upstream"].nbytes == nbytes
         for engine in engines:
             engine.wait_for_free_blocks(free[engine.spec.name], timeout=15)
 
@@ -320,6 +320,11 @@ def test_prefixes_that_the_decode_engine_has_are_not_moved_again(
                 assert first == "upstream" or not found.nbytes or found.sent == found.landed, (way, number)
                 start = max(line.start for line in (*found.producer, *found.consumer))
                 moved[way].append((start, found.landed))
+            # All but its last token is there: ours computes that one and tells the producer, theirs fetches it.
+            full = pair.generate(base[:577], max_tokens=ANSWER, name=f"{first}-{second}-full")
+            assert full.decode.tokens == want[1]
+            landed = wait_for_report(report, full.transfer_id, lambda found: found.consumer, timeout=1).landed
+            assert len(landed) == (second == "upstream"), way
         assert moved == dict.fromkeys(moved, moved["ferry>ferry"])
         starts = [start for start, _ in moved["ferry>ferry"]]
         assert starts[0] == 0

@@ -5,7 +5,7 @@ window beside full attention, one latent row per token, a gated delta net's stat
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -61,6 +61,9 @@ QWEN3: Final = TinyModel(
         "hidden_act": "silu",
     },
 )
+
+QWEN3_ONE_HEAD: Final = replace(QWEN3, name="qwen3_one_head", config={**QWEN3.config, "num_key_value_heads": 1})
+"""Of keys and values there is one head: where an engine has several ranks, each holds a copy of it."""
 
 LFM2: Final = TinyModel(
     name="lfm2",

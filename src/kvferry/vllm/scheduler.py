@@ -135,6 +135,8 @@ class FerryScheduler:
             return 0
         if not self._is_first(request, origin.transfer):
             return 0
+        if cached and request.num_prompt_tokens - cached <= 1:
+            return 0  # a full hit: the last token vLLM computes anew, also where it was fetched
         stop = self._shape.movable_tokens(request.num_prompt_tokens)
         if origin.source.engine in self._upstream and not self._is_kept(Span(min(cached, stop), stop), request):
             return 0
