@@ -36,7 +36,7 @@ test-quick: setup  ## without the real-vLLM tests
 	@$(PY) -m pytest -m "not vllm"
 
 # Modes on the support page. (Not all: a line there names the command for what this run leaves out.)
-MODE_TESTS := $(addprefix tests/vllm/,test_rare_caches.py test_pipeline.py test_modes.py test_modes_live.py \
+MODE_TESTS := $(addprefix tests/vllm/,test_rare_caches.py test_replicas.py test_pipeline.py test_modes.py test_modes_live.py \
   test_requests_live.py test_small_pools.py test_both_roles.py test_verify.py test_aborts.py test_abort_storm.py \
   test_prefill_gone.py test_shutdown.py test_scheduler.py test_startup.py test_releases.py \
   layouts/test_families.py layouts/test_extract.py)
@@ -44,7 +44,8 @@ test-vllm: setup .venv-router/bin/vllm-router  ## pairs of real engines over the
 	@start=$$SECONDS; mkdir -p build; rm -f build/cells.jsonl build/tests.jsonl; \
 	  $(PY) -m pytest tests/vllm/test_cells.py tests/vllm/test_cells_serve.py tests/vllm/test_rolling.py \
 	    tests/vllm/test_drafts.py tests/vllm/test_data_parallel.py tests/vllm/test_upstream.py \
-	    tests/vllm/test_upstream_prefixes.py tests/vllm/test_upstream_pipeline.py $(MODE_TESTS) \
+	    tests/vllm/test_upstream_prefixes.py tests/vllm/test_upstream_pipeline.py tests/vllm/test_load_routers.py \
+	    $(MODE_TESTS) \
 	    --cells all --cell-results build/cells.jsonl --test-results build/tests.jsonl; rc=$$?; \
 	  $(PY) scripts/make_support.py --results build/cells.jsonl --tests build/tests.jsonl && echo "make test-vllm took $$((SECONDS - start)) s"; exit $$rc
 

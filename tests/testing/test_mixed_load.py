@@ -1,5 +1,6 @@
 """The audit of a mixed load sees what it is there to see."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,18 @@ import msgspec
 import pytest
 
 from kvferry.runtime.report import Line, Side
-from kvferry.testing.mixed_load import Ask, Audit, Ends, Got, Reference, judge_answer, judge_transfers, plan_load
+from kvferry.testing.mixed_load import (
+    Ask,
+    Audit,
+    Ends,
+    Got,
+    Reference,
+    judge_answer,
+    judge_transfers,
+    open_transfers,
+    plan_load,
+    settle,
+)
 
 ASK = Ask(7, "a prompt", max_tokens=3, stream=False)
 
@@ -94,6 +106,45 @@ def test_what_was_released_or_failed_counts_for_no_answer(ends: Ends) -> None:
     assert (audit.released, audit.unfinished, audit.transfers, audit.faults) == (1, 1, 0, [])
 
 
+def test_a_side_that_does_not_tell_its_open_transfers_is_a_fault(ends: Ends) -> None:
+    ends.debug.mkdir()
+    silent = ["no consumer tells its open transfers", "no producer tells its open transfers"]
+    assert open_transfers(ends) == silent
+    assert open_transfers(replace(ends, ours=frozenset(("consumer",)))) == silent[:1]
+
+
+IDLE = ("num_requests_running", "num_requests_waiting")
+HELD = ("kvferry_held_blocks", "kvferry_quarantined_blocks")
+
+
+@pytest.mark.parametrize(("ours", "told"), [(True, (*IDLE, *HELD)), (False, IDLE), (False, (*IDLE, *HELD))])
+def test_an_engine_that_tells_of_nothing_in_use_is_no_fault(
+    answering: Callable[..., str], told: tuple[str, ...], *, ours: bool
+) -> None:
+    assert settle(answering(told), ours=ours, seconds=0) == []
+
+
+@pytest.mark.parametrize("absent", [*IDLE, *HELD])
+def test_a_metric_that_an_engine_does_not_tell_is_a_fault(answering: Callable[..., str], absent: str) -> None:
+    url = answering([name for name in (*IDLE, *HELD) if name != absent])
+    assert settle(url, ours=True, seconds=0) == [f"{url} does not tell vllm:{absent}"]
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ((*IDLE, "kvferry_held_blocks 3", "kvferry_quarantined_blocks 0"), "blocks whole, 3 held and 0 in quarantine"),
+        ((*IDLE, "kvferry_held_blocks 0", "kvferry_quarantined_blocks 2"), "blocks whole, 0 held and 2 in quarantine"),
+        (("num_requests_running 1", "num_requests_waiting", *HELD), "blocks in use, 0 held and 0 in quarantine"),
+        (("num_requests_running", "num_requests_waiting 1", *HELD), "blocks in use, 0 held and 0 in quarantine"),
+    ],
+)
+def test_what_is_in_use_at_the_end_is_a_fault(answering: Callable[..., str], told: tuple[str, ...], said: str) -> None:
+    url = answering(told)
+    (fault,) = settle(url, ours=True, seconds=0)
+    assert fault.startswith(f"{url}: {said}")
+
+
 def test_a_plan_of_a_load_has_all_kinds_of_requests() -> None:
     asks = plan_load(200, seed=1)
     assert [ask.number for ask in asks] == list(range(200))
@@ -101,4 +152,5 @@ def test_a_plan_of_a_load_has_all_kinds_of_requests() -> None:
     assert len({ask.prompt for ask in asks}) < 190
     assert sum(ask.leaves_after is not None for ask in asks) > 10
     assert sum(ask.leaves_at is not None for ask in asks) > 5
+    assert 100 < sum(ask.stays for ask in asks) < 180
     assert plan_load(200, seed=2) != asks

@@ -20,11 +20,11 @@ pytest.importorskip("mooncake")
 from kvferry.testing.mixed_load import Ends, Reference, forget_caches, plan_load, run_load, take_references
 from kvferry.testing.model_recipes import LFM2, QWEN3
 from kvferry.testing.models import build_model
+from kvferry.testing.router_load import Fleet, Way
 from kvferry.testing.serve import (
     SERVED_NAME,
     Connector,
     Role,
-    Served,
     ServedPair,
     ServePair,
     ServeSpec,
@@ -97,35 +97,16 @@ def test_a_short_convolution_over_cma_between_unequal_blocks(model_folder: Path,
 class Mixed:
     """Engines of both connectors for a dense model, and what one of them answers alone."""
 
-    folder: Path
-    engines: dict[tuple[Connector, Role], Served]
+    fleet: Fleet
     references: dict[str, Reference]
-
-    def pair(self, prefill: Connector, decode: Connector) -> ServedPair:
-        return ServedPair.of(self.engines[prefill, "prefill"], self.engines[decode, "decode"])
-
-    def ends(self, prefill: Connector, decode: Connector) -> Ends:
-        pair = self.pair(prefill, decode)
-        return Ends(
-            pair.prefill.url,
-            pair.decode.url,
-            self.report,
-            self.folder / "debug",
-            SERVED_NAME,
-            told_by=frozenset(("producer", "consumer") if prefill == "ferry" else ("consumer",)),
-        )
-
-    @property
-    def report(self) -> Path:
-        return self.folder / "transfers.jsonl"
 
 
 @pytest.fixture(scope="module")
 def mixed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixed]:
     folder = tmp_path_factory.mktemp("mixed")
     model = build_model(QWEN3, model_folder)
-    whose: list[tuple[Connector, Role]] = [
-        (connector, role) for connector in ("ferry", "upstream") for role in ("prefill", "decode")
+    whose: list[tuple[Role, Connector]] = [
+        (role, connector) for connector in ("ferry", "upstream") for role in ("prefill", "decode")
     ]
     specs = [
         ServeSpec(
@@ -138,11 +119,11 @@ def mixed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             options={**(options(folder) if connector == "ferry" else {}), **reporting(connector, folder)},
             environment=ENVIRONMENT,
         )
-        for connector, role in whose
+        for role, connector in whose
     ]
     with serve_engines(specs) as served:
-        found = Mixed(folder, dict(zip(whose, served, strict=True)), {})
-        yield Mixed(folder, found.engines, references_of(found.ends("ferry", "ferry")))
+        fleet = Fleet(folder, dict(zip(whose, served, strict=True)))
+        yield Mixed(fleet, references_of(fleet.ends(("ferry", "ferry"))))
 
 
 Router = Callable[[ServedPair, Path], AbstractContextManager[str]]
@@ -158,16 +139,14 @@ def pypis(pair: ServedPair, log: Path) -> AbstractContextManager[str]:
     return serve_vllm_router(pair, VLLM_ROUTER, log=log)
 
 
-WAYS: list[tuple[Connector, Connector]] = [("upstream", "ferry"), ("ferry", "upstream")]
+WAYS: list[Way] = [("upstream", "ferry"), ("ferry", "upstream")]
 
 
 @pytest.mark.parametrize("router", [kvferrys, pypis], ids=["kvferry serve-router", "vllm-router"])
 @pytest.mark.parametrize("way", WAYS, ids=["from upstream", "to upstream"])
-def test_mixed_load_with_vllms_own_connector_at_one_end(
-    way: tuple[Connector, Connector], router: Router, mixed: Mixed, tmp_path: Path
-) -> None:
-    ends = mixed.ends(*way)
-    with router(mixed.pair(*way), tmp_path / "router.log") as url:
+def test_mixed_load_with_vllms_own_connector_at_one_end(way: Way, router: Router, mixed: Mixed, tmp_path: Path) -> None:
+    ends = mixed.fleet.ends(way)
+    with router(mixed.fleet.pair(way), tmp_path / "router.log") as url:
         audit = run_load(url, ends, ASKS, mixed.references, concurrency=CLIENTS)
     assert audit.faults == []
     assert audit.ends["finished"] > 20
@@ -185,13 +164,13 @@ def test_pages_are_those_of_a_transfer_between_kvferry_engines(length: int, mixe
         assert other.landed == between.landed
 
 
-def ask(mixed: Mixed, way: tuple[Connector, Connector], prompt: str, folder: Path) -> Transfer:
+def ask(mixed: Mixed, way: Way, prompt: str, folder: Path) -> Transfer:
     """Through a router, whose transfer is the only new one, with no prefix cached at either end."""
-    ends = mixed.ends(*way)
+    ends = mixed.fleet.ends(way)
     forget_caches(ends.engines)
     before = read_reports([ends.report]).keys()
     body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": 8, "temperature": 0}
-    with serve_router(mixed.pair(*way), log=folder / "router.log") as url:
+    with serve_router(mixed.fleet.pair(way), log=folder / "router.log") as url:
         answers = [
             httpx.post(f"{address}/v1/completions", json=body, timeout=60, trust_env=False).raise_for_status().json()
             for address in (url, ends.prefill)

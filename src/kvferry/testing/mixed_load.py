@@ -42,6 +42,8 @@ MOST_TOKENS: Final = 16
 SETTLE_S: Final = 60.0
 ANSWER_S: Final = 300.0
 _SIDES: Final[tuple[Side, ...]] = ("producer", "consumer")
+_BUSY: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+_HELD: Final = ("vllm:kvferry_held_blocks", "vllm:kvferry_quarantined_blocks")
 _ALPHABET: Final = string.ascii_lowercase + "     "
 
 
@@ -57,6 +59,11 @@ class Ask:
     """The client hangs up after so many seconds, unless it has its answer by then."""
     leaves_at: int | None = None
     """The client hangs up after so many events of its stream."""
+
+    @property
+    def stays(self) -> bool:
+        """Whether the client waits for its whole answer, however long that takes."""
+        return self.leaves_after is None and self.leaves_at is None
 
 
 def plan_load(count: int, *, seed: int, longest: int = LONGEST) -> tuple[Ask, ...]:
@@ -253,6 +260,8 @@ class Ends:
     """Prompts of fewer tokens are not moved. Beside a state the last token is left to decode: there it is 2."""
     told_by: frozenset[Side] = frozenset(("producer", "consumer"))
     """The sides that report transfers: not a producer of vLLM's own connector."""
+    ours: frozenset[Side] = frozenset(("producer", "consumer"))
+    """The sides that are kvferry's: they tell which transfers are not over."""
 
     @property
     def engines(self) -> tuple[str, str]:
@@ -271,9 +280,9 @@ def run_load(
     for one in got:
         audit.ends[one.end] = audit.ends.get(one.end, 0) + 1
     audit.faults += [f"request {one.ask.number}: {one.said}" for one in got if one.end == "failed"]
-    audit.faults += [fault for url in ends.engines for fault in settle(url)]
-    for told in ask_stories(str(ends.debug), None):
-        audit.faults += [f"transfer {name} is not over on the {told.side}'s side" for name in told.open]
+    for url, side in zip(ends.engines, _SIDES, strict=True):
+        audit.faults += settle(url, ours=side in ends.ours)
+    audit.faults += open_transfers(ends)
     for one in got:
         if one.end == "finished":
             audit.too_short += len(one.ask.prompt) < ends.least
@@ -282,15 +291,30 @@ def run_load(
     return audit
 
 
-def settle(url: str, *, seconds: float = SETTLE_S) -> list[str]:
-    """Wait until no block of an engine is in use; what is, otherwise. Empties its prefix cache."""
+def open_transfers(ends: Ends) -> list[str]:
+    """Those that kvferry's connectors know and that are not over, as faults; so is a side that tells nothing."""
+    told = ask_stories(str(ends.debug), None)
+    silent = sorted(ends.ours - {one.side for one in told})
+    return [
+        *(f"no {side} tells its open transfers" for side in silent),
+        *(f"transfer {name} is not over on the {one.side}'s side" for one in told for name in one.open),
+    ]
+
+
+def settle(url: str, *, ours: bool, seconds: float = SETTLE_S) -> list[str]:
+    """Wait until no block of an engine is in use; what is, otherwise. Empties its prefix cache.
+
+    An engine of ``ours`` must tell how many blocks its connector holds: that it is silent is a fault too.
+    """
     with httpx.Client(timeout=30, trust_env=False) as client:
         deadline = time.monotonic() + seconds
         while True:
-            held = _metric(client, url, "kvferry_held_blocks"), _metric(client, url, "kvferry_quarantined_blocks")
-            busy = _metric(client, url, "num_requests_running") + _metric(client, url, "num_requests_waiting")
+            told = _metrics(client, url)
+            if absent := [name for name in (*_BUSY, *(_HELD if ours else ())) if name not in told]:
+                return [f"{url} does not tell {name}" for name in absent]
+            held, busy = [told.get(name, 0.0) for name in _HELD], sum(told[name] for name in _BUSY)
             whole = not busy and client.post(f"{url}/reset_prefix_cache").raise_for_status().json()["success"]
-            if whole and not sum(held):
+            if whole and not any(held):
                 return []
             if time.monotonic() > deadline:
                 pool = "whole" if whole else "in use"
@@ -301,15 +325,19 @@ def settle(url: str, *, seconds: float = SETTLE_S) -> list[str]:
 
 
 def forget_caches(urls: Iterable[str]) -> None:
-    """Empty prefix caches; all of their blocks must be free."""
-    faults = [fault for url in urls for fault in settle(url)]
+    """Empty prefix caches, of either connector's engines; all of their blocks must be free."""
+    faults = [fault for url in urls for fault in settle(url, ours=False)]
     if faults:
         raise RuntimeError("; ".join(faults))
 
 
-def _metric(client: httpx.Client, url: str, name: str) -> float:
-    families = text_string_to_metric_families(client.get(f"{url}/metrics").text)
-    return sum(sample.value for family in families for sample in family.samples if sample.name == f"vllm:{name}")
+def _metrics(client: httpx.Client, url: str) -> Mapping[str, float]:
+    """What an engine tells of itself, summed over its ranks."""
+    told: dict[str, float] = {}
+    for family in text_string_to_metric_families(client.get(f"{url}/metrics").raise_for_status().text):
+        for sample in family.samples:
+            told[sample.name] = told.get(sample.name, 0.0) + sample.value
+    return told
 
 
 def judge_answer(got: Got, reference: Reference, ends: Ends, audit: Audit) -> None:
