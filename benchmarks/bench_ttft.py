@@ -186,6 +186,7 @@ def measure(rounds: int, *, folder: Path, seed: int, into: Timings) -> None:
 
 def page(timings: Timings, *, starts: int, rounds: int, load: Sequence[float]) -> str:
     middle = statistics.median
+    least = 2 * apart(timings, LENGTHS[-1]).error
     rows = [
         [
             str(length),
@@ -224,6 +225,8 @@ def page(timings: Timings, *, starts: int, rounds: int, load: Sequence[float]) -
         first=f"{middle(timings.first['kvferry']) * 1e3:.0f}",
         first_handshake=f"{middle(s.handshake for s in timings.first_shares):.0f}",
         first_upstream=f"{middle(timings.first['upstream']) * 1e3:.0f}",
+        longest=LENGTHS[-1],
+        unseen=f"{least:.2f} ms ({least / timings.median('upstream', LENGTHS[-1]):.1%} of upstream's median)",
         starts=starts,
         rounds=rounds,
         spread=_spread(timings),
@@ -315,8 +318,10 @@ own computing differs by some percent.
 
 Above 1 in the last column but one kvferry is the slower one. The last column is the mean of the differences inside a
 round, with its standard error between the starts (in one start the same engines are compared again and again, and two
-engines with one connector differ too): a difference of less than twice that may be chance. Where the time goes with
-kvferry, medians in milliseconds, and what part of the time to first token they are:
+engines with one connector differ too): a difference of less than twice that may be chance. So the command's verdict,
+which fails where kvferry is slower by more than that, leaves two things out: the first transfer (below), and at
+{longest} tokens a slowdown of {unseen}, which could stay unseen.
+Where the time goes with kvferry, medians in milliseconds, and what part of the time to first token they are:
 
 {shares}
 

@@ -42,7 +42,9 @@ HEAD = """# What works with what
 decode engine, real vLLM on the CPU; digests of the moved pages equal at both ends for every request (where vLLM's own
 connector sends: equal to those that the same prompt left between two kvferry engines); the answers those of one engine
 that does both (token by token where that engine agrees with itself alone and in a batch and computes in float32, else
-by teacher-forced log probabilities: within 0.002 in float32, 0.5 in bfloat16); every block back in all pools.
+by teacher-forced log probabilities: within 0.002 in float32, 0.5 in bfloat16); every block back in all pools. What its
+name says is looked for too: kernel blocks in the tensors of every rank, the steps in which the prefill engine computed
+each prompt, what a repeated prompt found in the prefix caches (less is computed, less moves), the transport that moved.
 *Refused*: with an error by name, before a byte moves; the tests show that. *Layout read*: the cache's layout is read
 right, and no pair of engines was run. *Untested* is what it says. *Shown by* a command: the tests were not part of that
 run; the command runs them. GPU memory, RDMA and NVLink are untested throughout.

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import zmq
 
 from kvferry.testing.comparison import FLOAT32_TOLERANCE, Prompt, compare_logprobs, judge, take_references
 from kvferry.testing.engine_forge import EngineForge
+from kvferry.testing.engine_process import socket_threads
 from kvferry.testing.engine_wire import EngineSpec, Failed, Generate, Generation
 from kvferry.testing.engines import Engine, EngineError, start_engines
 from kvferry.testing.model_recipes import LFM2, QWEN3, TinyModel
@@ -76,6 +78,7 @@ def test_the_tensor_has_a_row_for_every_kernel_block_while_ids_stay_logical(engi
         facts = engine.inspect()
         assert (facts.num_blocks, facts.free_blocks) == (16, 15)  # block 0 is vLLM's null block
         assert {g.block_tokens for g in facts.groups if g.kind != "MambaSpec"} == {engine.spec.block_size}
+        assert engine.inspect_caches() == [facts.tensors]
 
 
 @pytest.mark.parametrize("length", [5, 31, 129, 300, 1000])
@@ -171,3 +174,12 @@ def test_an_engine_that_cannot_be_built_says_why(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"multiple of 32 tokens, got 33; see .*impossible\.log"):
         with start_engines([spec], logs=tmp_path):
             pytest.fail("the engine was built")
+
+
+def test_a_socket_that_is_still_open_is_seen_by_its_threads() -> None:
+    context = zmq.Context()
+    before = socket_threads()
+    with context.socket(zmq.PAIR):
+        assert len(socket_threads()) > len(before)
+    context.term()
+    assert socket_threads() == before

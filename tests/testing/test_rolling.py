@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.testing.mixed_load import Ask, Ends, Got, Reference
-from kvferry.testing.rolling import Life, Rolled, Timed, account
-from kvferry.testing.serve import Connector, Role, Server
+from kvferry.testing.rolling import Life, Place, Rolled, Timed, account, judge
+from kvferry.testing.serve import Connector, Role, Server, ServeSpec
 
 ASK = Ask(7, "a prompt", max_tokens=3, stream=False)
 RIGHT = Got(ASK, "finished", "abc", (-0.5,) * 3)
@@ -76,3 +76,52 @@ def test_a_failure_that_no_process_has_seen_is_a_fault(life: LifeOf) -> None:
     bystander = life("decode", "upstream")
     bystander.stopped, bystander.gone = 11.0, 11.5
     assert len(accounted(FAILED).faults) == 1
+
+
+def standing_at_the_end(life: LifeOf, answering: Callable[..., str], *ends: tuple[Role, Connector]) -> list[Place]:
+    """Places with an idle engine each."""
+    places = []
+    for role, connector in ends:
+        place = Place(ServeSpec(f"{role}-{connector}", role, Path("model"), Path("logs"), connector=connector))
+        place.lives.append(life(role, connector))
+        told = ("num_requests_running", "num_requests_waiting")
+        held = ("kvferry_held_blocks", "kvferry_quarantined_blocks")
+        answering((*told, *(held if connector == "ferry" else ())), port=int(place.url.rpartition(":")[2]))
+        places.append(place)
+    return places
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "silent"),
+    [
+        ("ferry", "ferry", ["consumer", "producer"]),
+        ("ferry", "upstream", ["producer"]),
+        ("upstream", "ferry", ["consumer"]),
+        ("upstream", "upstream", []),
+    ],
+)
+def test_engines_of_kvferry_must_tell_their_open_transfers_at_the_end(
+    prefill: Connector,
+    decode: Connector,
+    silent: list[str],
+    life: LifeOf,
+    answering: Callable[..., str],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "debug").mkdir(mode=0o700)
+    (tmp_path / "report").touch()
+    places = standing_at_the_end(life, answering, ("prefill", prefill), ("decode", decode))
+    rolled = judge((), places, {}, report=tmp_path / "report", debug=tmp_path / "debug")
+    assert rolled.faults == [f"no {side} tells its open transfers" for side in silent]
+
+
+def test_an_engine_of_kvferry_must_tell_what_it_holds_at_the_end(
+    life: LifeOf, answering: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "debug").mkdir(mode=0o700)
+    (tmp_path / "report").touch()
+    places = standing_at_the_end(life, answering, ("prefill", "upstream"), ("decode", "upstream"))
+    places[1].lives.append(life("decode", "ferry"))
+    rolled = judge((), places, {}, report=tmp_path / "report", debug=tmp_path / "debug")
+    assert f"{places[1].url} does not tell vllm:kvferry_held_blocks" in rolled.faults
+    assert not [fault for fault in rolled.faults if fault.startswith(places[0].url)]

@@ -6,14 +6,32 @@ FILE`` a line is added to the file for each cell; ``scripts/make_support.py`` wr
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from kvferry.testing.cell_checks import not_built_as_said
+from kvferry.testing.cell_engines import cell_specs
 from kvferry.testing.cell_run import Baseline, CellOutcome, run_cell, start_baseline
-from kvferry.testing.cells import CELLS, FACTORS, FORBIDDEN, Cell, Split, complete, every_pair, missing_pairs, refused
+from kvferry.testing.cells import (
+    CELLS,
+    FACTORS,
+    FORBIDDEN,
+    Blocks,
+    Cell,
+    Split,
+    Tp,
+    complete,
+    every_pair,
+    missing_pairs,
+    refused,
+)
 from kvferry.testing.engine_forge import EngineForge
+from kvferry.testing.engines import start_engines
+from kvferry.testing.model_recipes import QWEN3
+from kvferry.testing.models import build_model
 
 NAMES = [cell.name for cell in CELLS]
 
@@ -90,6 +108,32 @@ def test_cell(
     assert result is not None
     assert result.transfers == result.requests
     assert result.nbytes > 0
+
+
+@pytest.mark.vllm
+@pytest.mark.mooncake
+@pytest.mark.filterwarnings("default")
+def test_a_cell_that_is_built_otherwise_is_noticed(model_folder: Path, forge: EngineForge, tmp_path: Path) -> None:
+    """Each side, and of several ranks each."""
+    pytest.importorskip("vllm")
+    pytest.importorskip("mooncake")
+    cell = CELLS[0]
+    specs = cell_specs(cell, build_model(QWEN3, model_folder), tmp_path / "transfers.jsonl")
+    with start_engines(specs, logs=tmp_path, forge=forge) as engines:
+        assert list(not_built_as_said(cell, engines)) == []
+        otherwise = {
+            "kernel blocks": replace(cell, split=Split.OFF),
+            "blocks of": replace(cell, blocks=Blocks.LARGER),
+            "ranks instead": replace(cell, tp=Tp.TWO_ONE),
+        }
+        told = {what: [p for p in not_built_as_said(other, engines) if what in p] for what, other in otherwise.items()}
+    assert [problem.partition(":")[0] for problem in told["kernel blocks"]] == [
+        "prefill, rank 0",
+        "decode, rank 0",
+        "decode, rank 1",
+    ]
+    assert any(problem.startswith("decode: blocks of {64}") for problem in told["blocks of"])
+    assert told["ranks instead"] == ["prefill: 1 ranks instead of 2", "decode: 2 ranks instead of 1"]
 
 
 def note(request: pytest.FixtureRequest, outcome: CellOutcome) -> None:

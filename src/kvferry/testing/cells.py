@@ -80,7 +80,7 @@ class Peer(StrEnum):
 
 
 class Chunks(StrEnum):
-    """Whether both sides compute a long prompt in several steps."""
+    """Whether the prefill side computes a long prompt in several steps. (The decode side may take as little in one.)"""
 
     OFF = "at-once"
     ON = "chunked"
@@ -143,6 +143,10 @@ FORBIDDEN: Final = (
     Rule(
         "vLLM turns chunked prefill and prefix caching off for MLA on a CPU",
         lambda c: c.model is Model.DEEPSEEK_V2 and (c.chunks is Chunks.ON or c.cache is Cache.ON),
+    ),
+    Rule(
+        "beside a state with a prefix cache vLLM ends steps where blocks end: no long prompt is computed at once",
+        lambda c: c.model in STATEFUL and c.cache is Cache.ON and c.chunks is Chunks.OFF,
     ),
     Rule(
         "vLLM's own connector knows only Mooncake",

@@ -16,33 +16,34 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, assert_never
 
 import msgspec
 
+from kvferry.testing.engine_facts import PromptSteps, inspect_caches, inspect_engine
 from kvferry.testing.engine_requests import generation_of, prompt_logprobs_of, prompt_of, sampling_of, scoring
 from kvferry.testing.engine_wire import (
     Abort,
     Answer,
+    CacheFacts,
     Call,
     Command,
     Counter,
     Counters,
     Done,
-    EngineFacts,
     EngineSpec,
     Failed,
     Generate,
     Generation,
-    GroupFacts,
     Inspect,
+    InspectCaches,
     ReadCounters,
     Reply,
     ResetPrefixCache,
     Score,
     Scores,
     Shutdown,
-    TensorFacts,
 )
 
 if TYPE_CHECKING:
@@ -59,10 +60,12 @@ class EngineLoop:
     """Owns one vLLM engine: feeds it commands, steps it, answers."""
 
     def __init__(self, spec: EngineSpec, calls: "queue.SimpleQueue[Call | None]", out: BinaryIO) -> None:
+        self._spec = spec
         self._calls = calls
         self._out = out
         self._guesses = _note_guesses(spec)
         self._engine = build_engine(spec)
+        self._steps = PromptSteps(self._core.scheduler)
         self._open: dict[str, tuple[int, Generate | Score, float]] = {}
         self._internal_ids: dict[str, str] = {}
 
@@ -75,7 +78,7 @@ class EngineLoop:
                 if call is None or isinstance(call.command, Shutdown):
                     self._engine.engine_core.shutdown()
                     if call is not None:
-                        self._reply(call.number, Done(not _is_anything_left()))
+                        self._reply(call.number, Done(not _is_anything_left(self._spec)))
                     return
                 self._obey(call)
             for output in self._engine.step():
@@ -119,6 +122,8 @@ class EngineLoop:
                 return Done(self._abort(command.request_id))
             case Inspect():
                 return inspect_engine(self._core)
+            case InspectCaches():
+                return CacheFacts(inspect_caches(self._core))
             case ReadCounters():
                 return Counters(list(_counters(self._engine)))
             case ResetPrefixCache():
@@ -169,11 +174,12 @@ class EngineLoop:
             return
         internal = self._internal_ids[output.request_id]
         guesses = self._guesses.take(internal) if self._guesses is not None else []
+        steps = self._steps.take(internal)
         number, command, began = entry
         if isinstance(command, Score):
             self._reply(number, Scores(prompt_logprobs_of(output, len(command.prompt))))
         else:
-            self._reply(number, generation_of(output, time.monotonic() - began, guesses))
+            self._reply(number, generation_of(output, time.monotonic() - began, guesses=guesses, prompt_steps=steps))
 
     def _reply(self, number: int, answer: Answer) -> None:
         self._out.write(msgspec.json.encode(Reply(number, answer)) + b"\n")
@@ -236,9 +242,27 @@ def _connector_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry")]
 
 
-def _is_anything_left() -> bool:
-    """Of the connector in this process, or of the workers that vLLM had in others."""
-    return bool(_connector_threads() or multiprocessing.active_children())
+def socket_threads() -> list[str]:
+    """ZeroMQ's, which end with the last socket and its context."""
+    return [name for name in _native_names() if name.startswith("ZMQbg")]
+
+
+def _native_names() -> Iterator[str]:
+    """Of all threads of this process, as the kernel has them."""
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            yield (task / "comm").read_text().strip()
+        except OSError:  # it has ended since it was listed
+            continue
+
+
+def _is_anything_left(spec: EngineSpec) -> bool:
+    """Of the connector in this process, or of the workers that vLLM had in others.
+
+    To these vLLM itself has sockets. Other threads that stay are nobody's to end: what importing Mooncake starts.
+    """
+    sockets = socket_threads() if _workers_of(spec) == 1 else []
+    return bool(_connector_threads() or sockets or multiprocessing.active_children())
 
 
 def _workers_of(spec: EngineSpec) -> int:
@@ -280,38 +304,6 @@ def _let_upstream_run_without_accelerator() -> None:
     import torch
 
     torch.accelerator.current_device_index = lambda: 0
-
-
-def inspect_engine(core: Any) -> EngineFacts:
-    """The scheduler's books and the worker's tensors."""
-    scheduler = core.scheduler
-    pool = scheduler.kv_cache_manager.block_pool
-    running, waiting = scheduler.get_request_counts()
-    driver = getattr(core.model_executor, "driver_worker", None)
-    return EngineFacts(
-        num_blocks=pool.num_gpu_blocks,
-        free_blocks=pool.get_num_free_blocks(),
-        running=running,
-        waiting=waiting,
-        held=len(scheduler.requests),
-        groups=[
-            GroupFacts(
-                kind=type(group.kv_cache_spec).__name__,
-                block_tokens=group.kv_cache_spec.block_size,
-                layers=list(group.layer_names),
-            )
-            for group in scheduler.kv_cache_config.kv_cache_groups
-        ],
-        tensors=dict(_tensors(driver.worker.model_runner)) if driver is not None else {},
-    )
-
-
-def _tensors(runner: Any) -> Iterator[tuple[str, TensorFacts]]:
-    for group in runner.kv_cache_config.kv_cache_groups:
-        for layer in group.layer_names:
-            cache = runner.compilation_config.static_forward_context[layer].kv_cache
-            first = cache[0] if isinstance(cache, list | tuple) else cache
-            yield layer, TensorFacts(shape=list(first.shape), stride=list(first.stride()), dtype=str(first.dtype))
 
 
 def _counters(engine: Any) -> Iterator[Counter]:

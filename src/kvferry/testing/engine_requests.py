@@ -41,7 +41,7 @@ def scoring() -> Any:
     return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
 
 
-def generation_of(output: Any, seconds: float, guesses: list[list[int]]) -> Generation:
+def generation_of(output: Any, seconds: float, *, guesses: list[list[int]], prompt_steps: list[int]) -> Generation:
     """Our record of a finished vLLM request."""
     completion = output.outputs[0]
     tokens = list(completion.token_ids)
@@ -55,6 +55,7 @@ def generation_of(output: Any, seconds: float, guesses: list[list[int]]) -> Gene
         prompt_logprobs=prompt_logprobs_of(output, 1) if output.prompt_logprobs else [],
         kv_transfer_params=output.kv_transfer_params,
         guesses=guesses,
+        prompt_steps=prompt_steps,
         seconds=seconds,
     )
 

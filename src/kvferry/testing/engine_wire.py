@@ -78,6 +78,10 @@ class Inspect(Wire, frozen=True, tag="inspect"):
     """Ask for :class:`EngineFacts`."""
 
 
+class InspectCaches(Wire, frozen=True, tag="inspect-caches"):
+    """Ask every rank for its tensors: :class:`CacheFacts`."""
+
+
 class ResetPrefixCache(Wire, frozen=True, tag="reset-prefix-cache"):
     """Forget cached prefixes; the reply's ``value`` says whether vLLM agreed."""
 
@@ -87,11 +91,11 @@ class ReadCounters(Wire, frozen=True, tag="read-counters"):
 
 
 class Shutdown(Wire, frozen=True, tag="shutdown"):
-    """Shut the engine down and leave; the reply's ``value`` says that no thread of the connector and no worker process
-    was left."""
+    """Shut the engine down and leave; the reply's ``value`` says that no thread of the connector, no thread of ZeroMQ's
+    (of an engine in one process) and no worker process was left."""
 
 
-Command = Generate | Score | Abort | Inspect | ReadCounters | ResetPrefixCache | Shutdown
+Command = Generate | Score | Abort | Inspect | InspectCaches | ReadCounters | ResetPrefixCache | Shutdown
 
 
 class Call(Wire, frozen=True):
@@ -117,6 +121,8 @@ class Generation(Wire, frozen=True, tag="generation", kw_only=True):
     """What the connector returned for the router."""
     guesses: list[list[int]] = []
     """What speculative decoding proposed, step by step; empty when the workers are other processes."""
+    prompt_steps: list[int] = []
+    """In how many steps the prompt was computed here, and how many of its tokens in each."""
     seconds: float = 0.0
 
 
@@ -159,6 +165,13 @@ class EngineFacts(Wire, frozen=True, tag="facts", kw_only=True):
     """By layer; a layer with several tensors has its first one here. Empty when the workers are other processes."""
 
 
+class CacheFacts(Wire, frozen=True, tag="caches"):
+    """The answer to ``InspectCaches``."""
+
+    ranks: list[dict[str, TensorFacts]]
+    """Of each rank, by layer; a layer with several tensors has its first one here."""
+
+
 class Counter(Wire, frozen=True, kw_only=True):
     """One number that vLLM counts, by name (without ``_total``) and labels."""
 
@@ -185,7 +198,7 @@ class Failed(Wire, frozen=True, tag="failed"):
     error: str
 
 
-Answer = Generation | Scores | EngineFacts | Counters | Done | Failed
+Answer = Generation | Scores | EngineFacts | CacheFacts | Counters | Done | Failed
 
 
 class Reply(Wire, frozen=True):

@@ -26,6 +26,7 @@ from kvferry.testing.engine_forge import EngineForge, ForgedProcess
 from kvferry.testing.engine_wire import (
     Abort,
     Answer,
+    CacheFacts,
     Call,
     Command,
     Counters,
@@ -36,12 +37,14 @@ from kvferry.testing.engine_wire import (
     Generate,
     Generation,
     Inspect,
+    InspectCaches,
     ReadCounters,
     Reply,
     ResetPrefixCache,
     Score,
     Scores,
     Shutdown,
+    TensorFacts,
 )
 
 CPU_ENVIRONMENT: Final = {
@@ -133,6 +136,10 @@ class Engine:
     def inspect(self) -> EngineFacts:
         """The engine's books, as of now."""
         return cast(EngineFacts, self.ask(Inspect()))
+
+    def inspect_caches(self) -> list[dict[str, TensorFacts]]:
+        """The cache tensors of each rank, by layer; of an engine that has nothing to do."""
+        return cast(CacheFacts, self.ask(InspectCaches())).ranks
 
     def count(self, name: str, **labels: str) -> float:
         """The sum of vLLM's counters of this name (without ``_total``) that have these labels."""

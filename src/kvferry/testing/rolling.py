@@ -8,7 +8,8 @@ processes it came from, and :func:`judge` can ask the questions that matter:
 * every finished answer is that of a single engine, by the rule of :mod:`kvferry.testing.comparison`;
 * a request that failed was in the hands of a process that was being stopped just then: any other failure is a fault;
 * transfers that a kvferry prefill engine has finished have equal digests at both ends;
-* at the end no engine of the fleet has a block in use, holds one, or knows a transfer that is not over.
+* at the end no engine of the fleet has a block in use, holds one, or knows a transfer that is not over; an engine of
+  kvferry that does not tell is a fault too.
 
 Processes are stopped as an operator does it, by a signal, with all that they are working on; the router is told
 nothing and finds out by itself.
@@ -25,9 +26,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from kvferry.runtime.stories import ask_stories
+from kvferry.runtime.report import Side
 from kvferry.testing.engine_forge import EngineForge
-from kvferry.testing.mixed_load import Ask, Audit, Clients, Ends, Got, Reference, judge_answer, settle
+from kvferry.testing.mixed_load import (
+    Ask,
+    Audit,
+    Clients,
+    Ends,
+    Got,
+    Reference,
+    judge_answer,
+    open_transfers,
+    settle,
+)
 from kvferry.testing.ports import free_port
 from kvferry.testing.serve import SERVED_NAME, START_TIMEOUT_S, Connector, Role, Server, ServeSpec
 from kvferry.testing.transfer_report import read_reports
@@ -39,6 +50,7 @@ ARGUMENTS: Final = ("--enable-log-requests",)
 STOP_TIMEOUT_S: Final = 60.0
 """For an engine that was told to finish what it has begun."""
 
+_SIDES: Final[Mapping[Role, Side]] = {"prefill": "producer", "decode": "consumer"}
 _SEEN = re.compile(rf"Received request \w+-({NAMED}\d+)-")
 
 
@@ -248,12 +260,14 @@ def judge(
     """Once the load has ended: see the module's words. Engines that are up at the end must all be quiet."""
     rolled = Rolled()
     prefill = next(place.url for place in places if place.role == "prefill")
-    ends = Ends(prefill, prefill, report, debug, SERVED_NAME)
+    ours = frozenset(_SIDES[place.role] for place in places if place.now.connector == "ferry")
+    ends = Ends(prefill, prefill, report, debug, SERVED_NAME, ours=ours)
     seen = [(life, life.seen()) for place in places for life in place.lives]
-    rolled.faults.extend(fault for place in places for fault in settle(place.url))
+    for place in places:
+        rolled.faults.extend(settle(place.url, ours=place.now.connector == "ferry"))
     for one in answers:
         account(one, [life for life, names in seen if one.name in names], references, ends, rolled)
-    rolled.faults.extend(_open_transfers(debug))
+    rolled.faults.extend(open_transfers(ends))
     rolled.faults.extend(_digests(rolled, report))
     return rolled
 
@@ -284,11 +298,6 @@ def _excuse(rolled: Rolled, one: Timed, own: Sequence[Life]) -> None:
         rolled.own.append(f"{text} (while {', '.join(replaced)} was stopped)")
     else:
         rolled.faults.append(f"{text} (seen by {', '.join(life.name for life in own) or 'none'}, none of them stopped)")
-
-
-def _open_transfers(debug: Path) -> Iterator[str]:
-    for told in ask_stories(str(debug), None):
-        yield from (f"transfer {name} is not over on the {told.side}'s side" for name in told.open)
 
 
 def _digests(rolled: Rolled, report: Path) -> Iterator[str]:

@@ -15,6 +15,7 @@ VLLM: Final = "tests/vllm"
 EXTRACT: Final = f"{VLLM}/layouts/test_extract.py"
 FAMILIES: Final = f"{VLLM}/layouts/test_families.py"
 RARE: Final = f"{VLLM}/test_rare_caches.py"
+REPLICAS: Final = f"{VLLM}/test_replicas.py"
 MODES: Final = f"{VLLM}/test_modes.py"
 MODES_LIVE: Final = f"{VLLM}/test_modes_live.py"
 REQUESTS: Final = f"{VLLM}/test_requests_live.py"
@@ -145,6 +146,8 @@ WITH_UPSTREAM: Final = (
     Entry(what="blocks of 128 and 768 over kernel blocks of 32", state=WORKS, tests=(f"{UPSTREAM}::test_a_prompt_is_the_same_whoever_computes_and_whoever_writes_it[dense, blocks 128 and 768 over 32]",), remark="once declared"),
     Entry(what="blocks of vLLM's prefill engine that do not divide ours; larger kernel blocks there", state=REFUSED, tests=(f"{PULLING}::test_what_upstream_would_write_wrongly_is_refused",), remark="by what is declared"),
     Entry(what="8-bit layers beside 16-bit windows", state=WORKS, tests=(f"{UPSTREAM}::test_a_prompt_is_the_same_whoever_computes_and_whoever_writes_it[two precisions]",)),
+    Entry(what="one KV head that all tensor parallel ranks have copies of, 1-2, 2-1, 2-2", state=WORKS, tests=(f"{REPLICAS}::test_with_vllms_own_connector_at_either_end",), command="make test-vllm"),
+    Entry(what="several KV heads that some tensor parallel ranks have copies of, unequal sizes", state=REFUSED, tests=("tests/runtime/test_upstream_layout.py::test_heads_that_ranks_have_copies_of_are_refused", f"{PULLING}::test_what_upstream_would_write_wrongly_is_refused")),
     Entry(what="chunked local attention, layers that share a cache, one 8-bit cache, speculative decoding, data parallel ranks", state=UNTESTED, remark="no engine of vLLM's connector was run with them"),
     Entry(what="decode engine of ours, prefill engine of vLLM's that is killed or stopped", state=WORKS, tests=(f"{VLLM}/test_upstream_faults.py::test_a_dead_prefill_engine_of_upstreams_is_noticed_within_ten_seconds",)),
     Entry(what="`vllm serve` with vLLM's own connector at either end, behind `kvferry serve-router` and `vllm-router`", state=WORKS, tests=(f"{CELLS_SERVE}::test_mixed_load_with_vllms_own_connector_at_one_end",), command="make test-vllm"),
@@ -156,9 +159,10 @@ RARE_PARTS: Final = (
     Entry(what="chunked local attention", state=WORKS, tests=(f"{RARE}::test_it_is_carried[chunked local attention]",), command="make test-vllm"),
     Entry(what="layers that share a cache", state=WORKS, tests=(f"{RARE}::test_it_is_carried[shared caches]",), command="make test-vllm"),
     Entry(what="fp8 cache, e4m3 and e5m2, the same on both sides", state=WORKS, tests=(f"{RARE}::test_it_is_carried[fp8_e4m3]", f"{RARE}::test_it_is_carried[fp8_e5m2]"), command="make test-vllm"),
+    Entry(what="one KV head that all tensor parallel ranks have copies of, 1-2, 2-1, 2-2", state=WORKS, tests=(f"{REPLICAS}::test_every_decode_rank_gets_its_copy",), command="make test-vllm"),
     Entry(what="Mamba2 state", state="layout read", tests=(f"{FAMILIES}::test_mamba2",), remark="from vLLM's own model; vLLM 0.32 does not run it on a CPU"),
     Entry(what="Mamba1 state beside attention", state="layout read", tests=(f"{FAMILIES}::test_mamba1",), remark="from vLLM's own model; vLLM 0.32 does not run it on a CPU"),
-    Entry(what="Kimi Linear (KDA)", state=UNTESTED, remark="vLLM 0.32 has no CPU kernels for it (its model needs the module `cutlass`)"),
+    Entry(what="Kimi Linear (KDA)", state=UNTESTED, remark="vLLM 0.32 has no CPU kernels for it: its model needs the module `cutlass`, and without that step (`VLLM_KIMI_K3_GEMM_AR=0`) its CPU_MLA backend refuses the block size (`tests/vllm/layouts/test_families.py`)"),
     Entry(what="rows that pack several layers, all orders of blocks, heads, tokens and layers", state="layout read", tests=(f"{EXTRACT}::test_every_layout_of_vllm_is_read_where_it_is_written",), remark="where vLLM's allocator puts it; no engine: attention on the CPU of vLLM 0.32 takes one order only, and its MLA, which starts with any, fails with the first request (`view size is not compatible with input tensor's size and stride`)"),
     Entry(what="circular buffers", state="layout read", tests=(f"{EXTRACT}::test_ring_buffers_are_opaque_states_of_equal_shards",), remark="moved between equal shards only"),
     Entry(what="DeepSeek-V4 packed rows, indexers", state="layout read", tests=(f"{EXTRACT}::test_a_packed_page_is_cut_as_its_backend_cuts_it",), remark="from vLLM's specs"),
@@ -167,11 +171,12 @@ RARE_PARTS: Final = (
 """Parts of models that are in no cell."""
 
 MODE_ENTRIES: Final = (
-    Entry(what="chunked prefill", state=WORKS, cells=lambda c: c.chunks is Chunks.ON),
-    Entry(what="prefix caching on both sides", state=WORKS, cells=lambda c: c.cache is Cache.ON),
+    Entry(what="chunked prefill, in steps of 192 tokens", state=WORKS, cells=lambda c: c.chunks is Chunks.ON),
+    Entry(what="prefix caching: a repeated prompt is found at prefill and at decode", state=WORKS, cells=lambda c: c.cache is Cache.ON and c.model not in STATEFUL),
+    Entry(what="prefix caching beside a state: a repeated prompt is found at prefill", state=WORKS, cells=lambda c: c.cache is Cache.ON and c.model in STATEFUL, remark="nothing is found at decode: the state that came is that of the prompt's end, not of a block's"),
     Entry(what="a prompt in chunks is published once, when it is whole", state=WORKS, tests=(f"{MODES}::test_a_prompt_computed_in_chunks_is_published_once_when_it_is_whole",)),
     Entry(what="only what is missing moves", state=WORKS, tests=(f"{SCHEDULER}::test_only_what_is_missing_is_pulled",)),
-    Entry(what="a full hit moves nothing and frees the producer", state=WORKS, tests=(f"{SCHEDULER}::test_a_full_hit_pulls_nothing_and_frees_the_producer",)),
+    Entry(what="a full hit moves nothing and frees the producer", state=WORKS, tests=(f"{SCHEDULER}::test_a_full_hit_pulls_nothing_and_frees_the_producer", f"{REQUESTS}::test_a_full_hit_moves_nothing_and_frees_the_producer")),
     Entry(what="preempted prefill", state=WORKS, tests=(SMALL_POOLS, f"{MODES}::test_a_preempted_prefill_is_computed_again_and_published_once")),
     Entry(what="preempted decode", state=WORKS, tests=(SMALL_POOLS, f"{MODES}::test_a_preempted_decode_request_is_computed_here_and_pulls_no_second_time"), remark="computed at decode, not fetched again"),
     Entry(what="prompt embeddings, prompt log probabilities", state=WORKS, tests=(f"{REQUESTS}::test_a_prompt_whose_cache_does_not_say_enough_is_computed_by_the_decode_engine", f"{MODES}::test_a_prompt_whose_cache_does_not_say_enough_is_computed_here"), remark="nothing is loaded, the prompt is computed at decode"),
@@ -202,9 +207,10 @@ MODE_ENTRIES: Final = (
     Entry(what="a storm of aborts", state=WORKS, tests=(f"{VLLM}/test_abort_storm.py::test_no_block_is_lost_in_a_storm_of_aborts",), remark="no block is lost"),
     Entry(what="prefill engine killed or stopped, `kv_load_failure_policy` `fail`: full attention, a state beside it", state=WORKS, tests=(f"{GONE}[fail-SIGKILL-qwen3]", f"{GONE}[fail-SIGKILL-lfm2]"), remark="an error in time"),
     Entry(what="prefill engine killed or stopped, `kv_load_failure_policy` `recompute`: full attention; several groups, a window or a state beside it", state=WORKS, tests=(f"{GONE}[recompute-SIGSTOP-qwen3]", f"{GONE}[recompute-SIGKILL-gemma3]", f"{GONE}[recompute-SIGKILL-lfm2]"), remark="computed at decode"),
-    Entry(what="orderly end with transfers open", state=WORKS, tests=(f"{MODES_LIVE}::test_an_engine_ends_in_time_with_transfers_open",), remark="under 5 s, no thread left"),
+    Entry(what="orderly end with transfers open", state=WORKS, tests=(f"{MODES_LIVE}::test_an_engine_ends_in_time_with_transfers_open",), remark="under 5 s, no thread of kvferry's and none of its sockets left; those that importing Mooncake starts stay"),
     Entry(what="orderly end while bytes move", state=WORKS, tests=(f"{VLLM}/test_shutdown.py::test_an_engine_ends_in_time_while_bytes_move",), remark="under 5 s"),
     Entry(what="two `vllm serve` and a router", state=WORKS, tests=(f"{SERVE}::test_a_completion", f"{SERVE}::test_mixed_load_with_clients_that_leave")),
+    Entry(what="two `vllm serve` behind `kvferry serve-router` and `vllm-router`: 200 mixed requests, sixteen at a time, clients that leave", state=WORKS, tests=(f"{VLLM}/test_load_routers.py::test_200_mixed_requests_are_answered_right_and_no_block_is_lost",), command="make test-vllm"),
     Entry(what="two `vllm serve` over `cma`, a state beside attention, blocks of 128 and 64, clients that leave", state=WORKS, tests=(f"{CELLS_SERVE}::test_a_short_convolution_over_cma_between_unequal_blocks",), command="make test-vllm"),
 )  # fmt: skip
 """Modes of the connector, kvferry at both ends."""
