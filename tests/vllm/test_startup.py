@@ -10,6 +10,7 @@ from kvferry.ids import EngineId, Incarnation
 from kvferry.layout import Group, bind_layout
 from kvferry.runtime import Local
 from kvferry.runtime.checkup import LocalAddress, mooncake_version
+from kvferry.runtime.checkup import deployment as settings
 from kvferry.testing.layouts import page, side_by_side, worker
 from kvferry.vllm.config import parse_config
 from kvferry.vllm.deployment import deployment_of
@@ -48,6 +49,22 @@ def test_the_block_says_what_was_chosen_by_whom_and_what_the_cache_is() -> None:
     assert any(line.startswith("  limits: published caches wait 480 s") for line in lines)
     exposed = "  warning: exposure: open on every interface: the Mooncake engine's ports"
     assert [line for line in lines if line.startswith(exposed)]
+
+
+def test_the_block_says_how_the_engine_moves_bytes_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_INFINIBAND", tmp_path)
+    bare = block({"host": "10.0.0.3"})
+    assert "  protocol tcp (default; this machine has no RDMA device)" in bare
+    assert "  device none needed (this machine has no RDMA device; device_name is not set)" in bare
+    assert "  side channel port any free (default)" in bare
+    (tmp_path / "mlx5_0").mkdir()
+    detected = block({"host": "10.0.0.3", "mooncake_protocol": "rdma"})
+    assert "  protocol rdma (option mooncake_protocol; this machine has mlx5_0)" in detected
+    assert "  device all that it finds (this machine has mlx5_0; device_name is not set)" in detected
+    named = block({"host": "10.0.0.3", "mooncake_protocol": "tcp", "device_name": "mlx5_7", "side_channel_port": 7100})
+    assert "  protocol tcp (option mooncake_protocol; this machine has mlx5_0)" in named
+    assert "  device mlx5_7 (option device_name)" in named
+    assert "  side channel port 7100 plus the rank (option side_channel_port)" in named
 
 
 def test_cma_has_no_engine_and_warns_of_what_does_not_apply() -> None:

@@ -249,5 +249,6 @@ def log_as_vllm_does() -> None:
     ours, theirs = logging.getLogger("kvferry"), logging.getLogger("vllm")
     if not ours.handlers and theirs.handlers:
         ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.getEffectiveLevel())
+        if ours.level == logging.NOTSET:
+            ours.setLevel(theirs.getEffectiveLevel())
         ours.propagate = False

@@ -121,6 +121,51 @@ def test_kernel_blocks_come_from_the_tensor(vllm: SimpleNamespace) -> None:
     assert (component.pages, component.page_stride, component.block_stride) == (17, 2048, page)
 
 
+MODEL_AND_DRAFT = (["model.layers.0.attn", "model.layers.1.attn"], "draft_model.layers.0.attn")
+
+
+def two_kernels(vllm: SimpleNamespace, backend: Backend) -> Worker:
+    """Blocks of 64 tokens: two kernel blocks in the model's layers, four in the draft's."""
+    names, draft = MODEL_AND_DRAFT
+    groups = (names, full(vllm, 64)), ([draft], full(vllm, 64, num_kv_heads=4, head_size=4))
+    worker = Worker(vllm, *groups, backend=backend)
+    page = 64 * 64
+    worker.place(names, size=10 * page, layer_stride=5 * page, block_stride=page)
+    worker.place([draft], size=10 * page, layer_stride=10 * page, block_stride=page)
+    worker.allocate(5, kernel=[32, 16])
+    return worker
+
+
+def test_each_group_has_the_kernel_blocks_of_its_own_tensors(vllm: SimpleNamespace) -> None:
+    """Layers that only guess may have another backend than the model's, with blocks of another size."""
+    names, draft = MODEL_AND_DRAFT
+    worker = two_kernels(vllm, Backend("FLASH_ATTN"))
+    page = 64 * 64
+    layout = worker.layout()
+    assert {c.layer: (c.group, c.pages, c.page_stride, c.block_stride) for c in layout.components} == {
+        **dict.fromkeys(names, (0, 2, 32 * 64, page)),
+        draft: (1, 4, 16 * 64, page),
+    }
+    heads = {c.layer: {axis.name: axis.count for axis in c.axes} for c in layout.components}
+    assert heads == {**{name: {"head": 2, "token": 32} for name in names}, draft: {"head": 4, "token": 16}}
+    assert {group.block_tokens for group in layout.groups} == {64}
+    for component in layout.components:
+        tensor = worker.caches[component.layer]
+        tensor.copy_(vllm.torch.randn(tensor.shape))
+        for block, page_of_it, head, token in every_row(component):
+            row = tensor[block * component.pages + page_of_it, head, token].view(vllm.torch.uint8).numpy()
+            assert (read(tensor, component, block, page_of_it, head=head, token=token) == row).all()
+
+
+def test_pages_of_an_unknown_backend_are_of_the_kernel_blocks_of_their_group(vllm: SimpleNamespace) -> None:
+    names, draft = MODEL_AND_DRAFT
+    components = two_kernels(vllm, Backend("SOMETHING_NEW")).layout().components
+    assert {c.layer: (c.pages, c.content.nbytes, c.content.type.rpartition(":")[2]) for c in components} == {
+        **dict.fromkeys(names, (2, 32 * 64, "32")),
+        draft: (4, 16 * 64, "16"),
+    }
+
+
 def state(vllm: SimpleNamespace, **changed: Any) -> Any:
     plain = {"block_size": 16, "shapes": ((2, 64),), "dtypes": (vllm.torch.float32,)}
     kind = vllm.specs.MambaAttentionBackendEnum.SHORT_CONV

@@ -4,6 +4,9 @@ vLLM's own model code and allocator make the caches of a tiny configuration (:mo
 """
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +65,14 @@ LLAMA4 = {
     "attention_chunk_size": 96, "use_qk_norm": False, "no_rope_layers": [1, 1, 1, 0], "attn_temperature_tuning": False,
     "layer_types": [*["chunked_attention"] * 3, "full_attention"], "rope_theta": 10000.0, "hidden_act": "silu",
     "attention_bias": False,
+}  # fmt: skip
+KIMI_LINEAR = {
+    "model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"], "num_hidden_layers": 2,
+    "linear_attn_config": {
+        "kda_layers": [1], "full_attn_layers": [2], "num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4,
+    },
+    "num_attention_heads": 4, "kv_lora_rank": 512, "mla_use_nope": True,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "hidden_act": "silu",
 }  # fmt: skip
 
 Dump = Callable[..., Layout]
@@ -186,3 +197,33 @@ def test_a_state_with_room_for_guesses_is_not_one_without(dump: Dump) -> None:
         with pytest.raises(PlanError) as refused:
             compile_plan(*([bind_layout(side).placement] for side in sides))
         assert refused.value.reason is PlanReason.INCOMPATIBLE_CONTENT
+
+
+@pytest.mark.parametrize(
+    ("fused", "missing"),
+    [
+        ("1", "ModuleNotFoundError: No module named 'cutlass'"),
+        ("0", "is not supported by attention backend(s): CPU_MLA"),
+    ],
+    ids=["as it comes", "without its fused kernels"],
+)
+def test_kimi_linear_is_built_by_no_vllm_that_is_known_for_a_cpu(fused: str, missing: str, tmp_path: Path) -> None:
+    """So there is no layout to read. Once this fails, read it: the support page calls the family untested.
+
+    In a process of its own: this family's warm-up looks through all modules that are imported, tests' among them.
+    """
+    folder = model_folder(tmp_path / "model", KIMI_LINEAR)
+    words = ["--model", folder, "--out", tmp_path / "out", "--dtype", "bfloat16", "--max-model-len", "512"]
+    words += ["--num-blocks", "48", "--block-size", "16", "--engine-args", '{"enable_prefix_caching": false}']
+    answer = subprocess.run(
+        [sys.executable, "-m", "kvferry.cli", "layout", "dump", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "VLLM_KIMI_K3_GEMM_AR": fused},
+    )
+    assert answer.returncode != 0, answer.stdout
+    refusal = json.loads(answer.stderr.splitlines()[-1])["error"]
+    assert refusal["reason"] == "invalid-value"
+    assert missing in refusal["message"]
