@@ -103,12 +103,12 @@ def _summed(rows: NDArray[np.uint8]) -> Int64s:
 @functools.lru_cache(maxsize=64)
 def sum_keys(words: int) -> Int64s:
     """The keys of rows of so many words, ``[word, sum]``; those of a longer row begin with them."""
-    counted = np.arange(1, words * SUMS + 1, dtype=np.uint64)
-    return (mixed(counted * _GOLDEN) | np.uint64(1)).view(np.int64).reshape(words, SUMS)
+    return (split_mix(words * SUMS) | np.uint64(1)).view(np.int64).reshape(words, SUMS)
 
 
-def mixed(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64: equal on every machine and in every version of NumPy."""
+def split_mix(count: int, *, state: int = 0) -> NDArray[np.uint64]:
+    """The first numbers of SplitMix64 from a state: equal on every machine and in every version of NumPy."""
+    value = np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN + np.uint64(state)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))

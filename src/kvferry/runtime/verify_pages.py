@@ -24,7 +24,7 @@ from kvferry.plan import Plan, TransferRequest
 from kvferry.plan.assign import Move
 from kvferry.protocol import VerifyAsk
 from kvferry.runtime.digest import rows_of_pair
-from kvferry.runtime.page_reading import Int64s, Rows, mixed
+from kvferry.runtime.page_reading import Int64s, Rows, split_mix
 from kvferry.runtime.report import Side
 
 MAX_DIGESTS: Final = 65_536
@@ -138,7 +138,7 @@ def _chosen(count: int, cell: Cell, ask: VerifyAsk) -> Int64s:
         return np.arange(count, dtype=np.int64)
     name = repr((cell.target.component.key, coordinates_of(cell))).encode()
     salt = int.from_bytes(hashlib.sha256(struct.pack("<Q", ask.seed) + name).digest()[:8], "little")
-    scores = mixed(np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(salt))
+    scores = split_mix(count, state=salt)
     wanted = -(-count // ask.every)
     return np.sort(np.argsort(scores, kind="stable")[:wanted]).astype(np.int64)
 
